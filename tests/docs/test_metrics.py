@@ -94,6 +94,19 @@ def test_expressions_use_documented_metrics_and_labels(file: str) -> None:
                 assert label in known[metric], expression
 
 
+@pytest.mark.parametrize("file", ["alerts.yaml", "grafana.json"])
+def test_a_maximum_over_routers_is_over_nothing_else(file: str) -> None:
+    """A label that a maximum leaves out has one value only: else parts of a sum are lost."""
+    known, checked = documented(), 0
+    pattern = r"max(?: by \(([^)]*)\))? ?\((?:\w+\()?(plexrl_\w+)(?:\{([^}]*)\})?"
+    for expression in expressions(file):
+        for kept, name, selector in re.findall(pattern, expression):
+            fixed = re.findall(r"(\w+)=\"", selector)
+            assert known[name] <= {*kept.split(", "), *fixed}, expression
+            checked += 1
+    assert checked > 5
+
+
 def expressions(file: str) -> Iterator[str]:
     text = (MONITORING / file).read_text()
     if file.endswith(".json"):

@@ -84,6 +84,23 @@ class HostArena:
         """Threads that must end before the memory or its contents change."""
         self.lender: Lender | None = None
         """Absent before registration, while the arena is private."""
+        self._reserved: Borrowed | None = None
+        """Memory for the next write; absent: none."""
+
+    def reserve(self) -> None:
+        """Borrow now what the next write needs, if it needs any. Raises as `writing`."""
+        if not self.is_writable and self.lender is not None and self._reserved is None:
+            self._reserved = self.lender.borrow()
+
+    def unreserve(self) -> None:
+        """Return what was reserved, if no write has taken it."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is None:
+            return
+        os.close(reserved.reader)
+        os.close(reserved.writer)
+        if not reserved.holds and self.lender is not None:
+            self.lender.abandoned()
 
     @contextmanager
     def writing(self) -> Iterator[Writing]:
@@ -97,7 +114,9 @@ class HostArena:
         if self.is_writable or self.lender is None:
             yield Writing(source=self.address, target=self.address)
             return
-        lent = self.lender.borrow()
+        self.reserve()
+        lent, self._reserved = self._reserved, None
+        assert lent is not None, "it was reserved"
         if lent.holds:
             self._map(lent, self.address)
             yield Writing(source=self.address, target=self.address)

@@ -88,7 +88,7 @@ class OverviewView(TypedDict):
     impossible: int
     """Deployments that ask for more than the nodes in service can give."""
     waiting_since: float | None
-    """Creation of the oldest deployment that waits for GPUs; None: none waits."""
+    """Creation of the oldest deployment in `waiting`; None: none waits."""
     turns: int
     """Deployments that have GPUs and wait for their turn on them."""
     turns_since: float | None
@@ -221,8 +221,10 @@ class TenantShareView(TypedDict):
     live_jobs_max: int | None
     gpu_seconds: float
     gpu_seconds_max: float | None
+    remembered_gpu_seconds: float
+    """GPU time of the jobs that are remembered; likewise the next fields."""
     switch_gpu_seconds: float
-    """Moves of state, of the jobs that are remembered; likewise the next fields."""
+    """Moves of state."""
     saved_gpu_seconds: float
     """What sharing saved; negative: sharing cost more than it saved."""
     operations: int

@@ -32,6 +32,7 @@ from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult,
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import model_files, tokenizer_files
 from plexrl.worker.state.contents.finite_weights import check_finite_weights
+from plexrl.worker.state.host.agreed_memory import memory_on_all_ranks
 from plexrl.worker.training.flat_state import STEP
 from plexrl.worker.training.loading import fill_state
 from plexrl.worker.training.model import TrainingModel, TrainingRank
@@ -246,7 +247,8 @@ class TrainingBackend(Backend):
         clips = params.grad_clip_norm > 0 and norm > params.grad_clip_norm
         self._weights_are_finite = False
         clip_factor = params.grad_clip_norm / norm if clips else 1.0
-        step(params, gradient_factor=clip_factor / params.divide_by)
+        with memory_on_all_ranks(self.host_arena, self.gather):
+            step(params, gradient_factor=clip_factor / params.divide_by)
         self._drop_gradients()
         self.check_weights()
         return BackendResult(

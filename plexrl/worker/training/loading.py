@@ -10,6 +10,7 @@ from plexrl.statemanager.layout.keys import StatePart, StateSlice
 from plexrl.statemanager.protocol.host_requests import host_start
 from plexrl.worker.state.arena_tensors import view
 from plexrl.worker.state.checkpoint_files import fill_from_checkpoint, refuse_critic
+from plexrl.worker.state.host.agreed_memory import memory_on_all_ranks
 from plexrl.worker.state.host.optimizer import floats
 from plexrl.worker.state.host.staging import HostStaging
 from plexrl.worker.state.rank_agreement import on_all_ranks
@@ -22,7 +23,7 @@ def fill_state(
     """Replace the parameters. Replace the optimizer state too if `optimizer`, else set it to zero.
 
     `TrainingModel.after_load` handles gradients and everything derived from the arenas. Raises as
-    `fill_from_checkpoint` and `refuse_critic`; the state is then unchanged.
+    `fill_from_checkpoint`, `refuse_critic` and `memory_on_all_ranks`; the state is then unchanged.
     """
 
     def check() -> str:
@@ -54,7 +55,7 @@ def _fill_with_host(
     in_arena: Callable[[StateSlice], memoryview],
     gather: Callable[[str], list[str]],
 ) -> None:
-    with host.writing() as at:
+    with memory_on_all_ranks(host, gather), host.writing() as at:
         whole = floats(at.target, host.nbytes).view(torch.uint8).numpy()
         if at.copies:
             # The padding between slices is zero too, and every step keeps it zero.

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from plexrl.cli.cluster.observe.doctor import REMEDIES
+from plexrl.cli.cluster.observe.doctor import REMEDIES, doctor
+from plexrl.cli.terminal.context import Access
 from tests.docs.pages import ROOT
 from tests.router.dashboard.conftest import router_of
 from tests.router.dashboard.fleet import SMALL
@@ -76,11 +80,36 @@ def test_doctor_names_what_is_wrong_with_a_remedy(fleet: LiveRouter) -> None:
     found = run(fleet, "doctor", "--json")
     assert found.returncode == 1
     findings = {each["code"]: each for each in json.loads(found.stdout)}
-    assert "impossible" in findings
+    assert findings["impossible"]["is_wrong"]
     assert all(each["remedy"] for each in findings.values())
     text = run(fleet, "doctor")
     assert text.returncode == 1
     assert "mend it: " in text.stdout
+
+
+class Drained:
+    """What a client sees of a cluster that does what it was told."""
+
+    def status(self) -> dict[str, Any]:
+        return {"conditions": []}
+
+    def overview(self) -> dict[str, Any]:
+        gpus = {"gpus": 16, "states": {"free": 8, "draining": 8}}
+        return {"gpus": gpus, "impossible": 0, "waiting": 3}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"node": "n", "is_draining": True, "gpus_reserved": 0}]
+
+
+def test_doctor_fails_for_no_mere_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Access, "open", lambda _: nullcontext(Drained()))
+    doctor(**{each.name: None for each in fields(Access)}, as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.startswith("Nothing is wrong.")
+    assert "hint: free_gpus" in shown
+    assert "hint: drained" in shown
 
 
 def test_doctor_tells_an_empty_cluster_how_to_get_nodes() -> None:

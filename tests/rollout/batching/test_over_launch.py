@@ -13,9 +13,12 @@ from plexrl.rollout.coordinator.messages import PolicyChanged
 from plexrl.rollout.instances.cost_model import QWEN3_30B_A3B_ON_H20 as MODEL
 from plexrl.rollout.policies.tail_batching.over_launch import (
     GAIN_MIN,
+    SIMULATED_MAX,
+    STEPS_MAX,
     Extra,
     RoundSetting,
     SeenPrompt,
+    _SimulatedRound,
     batch_s,
     choose_extra,
 )
@@ -65,6 +68,45 @@ def test_nothing_is_started_beyond_the_need_on_busy_instances() -> None:
     busy, idle = setting(instances=1, prompts=256), setting(instances=64, prompts=256)
     assert choose_extra(busy, Extra(64, 1), spread).extra == NONE
     assert choose_extra(idle, Extra(64, 1), spread).extra != NONE
+
+
+def test_the_choice_for_a_large_batch_is_that_for_a_part_of_it() -> None:
+    for times in (1, 7, 64, 1024):
+        case = setting(instances=8 * times, prompts=16 * times)
+        chosen = choose_extra(case, Extra(4 * times, 2), LONG_TAIL)
+        assert chosen.extra.groups == 4 * times
+        assert chosen.gain > 1.5
+        chosen = choose_extra(case, Extra(4 * times, 2), EQUAL)
+        assert chosen.extra == NONE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        setting(8, prompts=65_536, samples=64),
+        setting(8, prompts=1, samples=65_536),
+        replace(setting(8, prompts=512, samples=16), kv_budgets=[60_000.0] * 8),
+        replace(setting(1, prompts=512, samples=16), kv_budgets=[1.0]),
+    ],
+)
+def test_the_work_of_a_choice_is_bounded(
+    case: RoundSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rollouts of a service wait for it."""
+    done, advance = [0], _SimulatedRound.advance
+
+    def counted(simulated: _SimulatedRound) -> None:
+        done[0] += simulated.complete_s.size * (case.group_size + 4)
+        advance(simulated)
+
+    monkeypatch.setattr(_SimulatedRound, "advance", counted)
+    past = [SeenPrompt(500, (100 * (1 + at % 37), 5_000 + 100 * at)) for at in range(256)]
+    choose_extra(case, Extra(case.batch_groups, 4), past)
+    assert done[0] <= 10 * STEPS_MAX * 2 * SIMULATED_MAX
+
+
+def test_nothing_is_started_beyond_the_need_where_rounds_take_no_time() -> None:
+    assert choose_extra(setting(2), MOST, seen([0, 0], [0])).extra == NONE
 
 
 @pytest.mark.parametrize("case", [(setting(0), LONG_TAIL), (setting(8), [])])

@@ -105,6 +105,53 @@ def test_lanes_are_read_and_zoomed_with_the_keyboard(small: LiveRouter, tab: Tab
     check_quiet(tab)
 
 
+DRAW = """import('./dashboard/views/lane_canvas.js').then(({ drawLane }) => {
+  const drawn = (job, oldest) => {
+    const canvas = document.createElement('canvas');
+    canvas.style.cssText = 'width: 200px; height: 20px';
+    document.body.append(canvas);
+    const spans = job ? [[0, 100, 0, 0]] : [];
+    const view = { since: 0, until: 100, oldest, jobs: [{ job, name: 'x'.repeat(99) }] };
+    drawLane(canvas, view, { lane: { spans }, chosen: -1 });
+    const context = canvas.getContext('2d');
+    const rows = Array.from({ length: canvas.height - 4 }, (_, y) =>
+      context.getImageData(8, y + 2, canvas.width - 16, 1).data);
+    canvas.remove();
+    return { isHatched: rows.some((row) => row.some((each, at) => each !== row[at % 4])),
+      look: rows.map((row) => row.slice(0, 3).join()).join(' ') };
+  };
+  const jobs = Array.from({ length: 200 }, (_, at) => drawn(`job-${at}`, 0));
+  return { before: drawn('', 100).isHatched, jobs: jobs.some((each) => each.isHatched),
+    looks: new Set(jobs.map((each) => each.look)).size };
+})"""
+
+
+def test_only_what_lies_before_the_history_is_hatched(small: LiveRouter, tab: Tab) -> None:
+    enter(tab, small)
+    tab.wait_for(SHOWN)
+    assert tab.evaluate(DRAW) == {"before": True, "jobs": False, "looks": 14}
+
+
+def test_a_late_answer_does_not_replace_a_newer_one(small: LiveRouter, tab: Tab) -> None:
+    enter(tab, small, place="#/queue?which=turns")
+    rows = "[...document.querySelectorAll('tbody tr')].map((each) => each.cells[1].innerText)"
+    tab.wait_for(f"{rows}.length")
+    turns = tab.evaluate(rows)
+    late = """globalThis.late = 0; globalThis.soon = fetch;
+    globalThis.fetch = async (path, how) => {
+      const reply = await soon(path, how);
+      if (!path.includes('which=gpus')) return reply;
+      await new Promise((done) => setTimeout(done, 1000));
+      setTimeout(() => { late += 1; }, 500);
+      return reply;
+    }"""
+    tab.evaluate(f"{late}; 0")
+    click = "document.querySelectorAll('.controls button')[{}].click()"
+    tab.evaluate(f"{click.format(0)}; {click.format(1)}")
+    tab.wait_for("late")
+    assert tab.evaluate(rows) == turns
+
+
 def test_a_jobs_page_shows_times_metrics_and_samples(small: LiveRouter, tab: Tab) -> None:
     with small.client() as client:
         for step in range(3):

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from plexrl.router.http.dashboard.stream import STREAMS_MAX
+from plexrl.router.http.dashboard.stream import OF_TENANT_MAX, STREAMS_MAX
 from tests.router.dashboard.fleet import SMALL, tenant_name
 from tests.router.live_router import OPERATOR_KEY, LiveRouter
 
@@ -111,19 +111,40 @@ def test_a_stream_ends_when_its_key_is_revoked(small: LiveRouter) -> None:
                 next(events)
 
 
-def test_no_more_streams_are_open_than_the_bound(small: LiveRouter) -> None:
+def follow(stack: ExitStack, router: LiveRouter, key: str, count: int) -> None:
+    """Open so many streams until `stack` ends."""
     request = (
-        b"GET /v1/overview/stream HTTP/1.1\r\nHost: localhost\r\n"
-        b"Authorization: Bearer " + OPERATOR_KEY.encode() + b"\r\n\r\n"
+        "GET /v1/overview/stream HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {key}\r\n\r\n"
     )
-    with ExitStack() as stack, small.client() as client:
-        for _ in range(STREAMS_MAX):
-            reader = stack.enter_context(socket.create_connection(("127.0.0.1", small.port)))
-            reader.sendall(request)
-            received = b""
-            while b"event: overview" not in received:
-                received += reader.recv(65536)
-        refused = client.get("/v1/overview/stream")
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "overloaded"
+    for _ in range(count):
+        reader = stack.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+        reader.sendall(request.encode())
+        received = b""
+        while b"event: overview" not in received:
+            received += reader.recv(65536)
+
+
+def refused(client: httpx.Client) -> bool:
+    """Whether the router serves no further stream."""
+    with client.stream("GET", "/v1/overview/stream") as reply:
+        if reply.status_code == 200:
+            return False
+        assert reply.status_code == 429
+        assert json.loads(reply.read())["error"]["code"] == "overloaded"
+        return True
+
+
+def test_no_more_streams_are_open_than_the_bound(small: LiveRouter) -> None:
+    with ExitStack() as stack, small.client() as client, small.client(ADA) as tenant:
+        follow(stack, small, OPERATOR_KEY, STREAMS_MAX)
+        assert refused(client)
+        assert not refused(tenant)
         assert client.get("/v1/overview").status_code == 200
+
+
+def test_a_tenant_keeps_nobody_out(small: LiveRouter) -> None:
+    with ExitStack() as stack:
+        follow(stack, small, ADA, OF_TENANT_MAX)
+        clients = [stack.enter_context(small.client(key)) for key in (ADA, GRACE, OPERATOR_KEY)]
+        assert [refused(each) for each in clients] == [True, False, False]

@@ -20,6 +20,9 @@ def test_the_page_is_served_under_a_policy_that_admits_its_own_modules_only() ->
             assert policy == HEADERS["Content-Security-Policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
+        moved = client.get("/dashboard/")
+        assert (moved.status_code, moved.headers["location"]) == (307, "../dashboard")
+        assert client.get("/dashboard/", follow_redirects=True).url.path == "/dashboard"
         for path in ("nothing.js", "../page.py", "%2e%2e/page.py", "views"):
             assert client.get(f"/dashboard/{path}").status_code in (401, 404), path
         assert client.get("/v1/overview").status_code == 401

@@ -1,24 +1,38 @@
 """An operator's page: GPUs by state, lanes, queue, shares, and where the time of a job went."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key
+from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
+from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
+from plexrl.scheduler.queries.overview import possible
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
-from plexrl.scheduler.queries.overview.lanes import LanesReader, Run, merge, union
+from plexrl.scheduler.queries.overview.lanes import (
+    RUNS_PER_STEP,
+    Band,
+    LanesReader,
+    Run,
+    merge,
+    union,
+)
 from plexrl.scheduler.queries.overview.queue import page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import (
+    BAND_CELLS,
     LANES_MAX,
     SEVERAL_JOBS,
     SPANS_PER_LANE,
     LanesView,
     QueuedView,
+    Span,
 )
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
@@ -108,8 +122,22 @@ def test_counts_of_what_waits_agree_with_the_lists() -> None:
     assert own["blocker"] == "another tenant's job"
 
 
+def test_a_tenant_may_list_more_turns_than_the_table_of_waiting_units_has_rows() -> None:
+    count = ROWS_MIN + 6
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(count)
+    for index in range(count):
+        name = f"j{index:02}"
+        cluster.job(name, "t" if index % 2 else "u")
+        cluster.deploy(f"{name}/actor", workers=1)
+        cluster.submit(f"{name}:1", f"{name}/actor", "forward")
+    assert len(queue(cluster, "turns")) == count
+    assert len(queue(cluster, "turns", T)) == len(queue(cluster, "turns", U)) == count // 2
+    assert queue(cluster, "turns", TenantId("v")) == []
+
+
 def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> None:
-    cluster = FakeCluster(policy="pack")
+    cluster = FakeCluster(policy="isolated")
     cluster.start_node(4)
     cluster.join_node(4, "m")
     cluster.job("a")
@@ -129,6 +157,52 @@ def test_a_deployment_that_the_nodes_cannot_hold_is_in_a_list_of_its_own() -> No
     assert all(each["rule"] == "impossible" for each in queue(cluster, "impossible"))
     view = overview(core, None, cluster.now)
     assert (view["impossible"], view["waiting"]) == (len(never), len(others))
+    assert never
+    cluster.end("c/actor")
+    view = overview(core, None, cluster.now)
+    assert (view["waiting"], view["waiting_since"]) == (0, None)
+
+
+def test_a_page_of_gangs_asks_once_for_each_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster(policy="pack")
+    cluster.start_node(4)
+    for index in range(30):
+        cluster.job(f"j{index:02}", gang=2, expected_s=100.0 + index)
+        cluster.deploy(f"j{index:02}/actor", workers=2)
+        cluster.deploy(f"j{index:02}/other", workers=2)
+    assert len(queue(cluster, "gpus")) > 40
+    asked = []
+
+    def ask(core: Cluster, deployment: Deployment) -> bool:
+        asked.append(deployment.deployment)
+        return is_possible(core, deployment)
+
+    monkeypatch.setattr(possible, "is_possible", ask)
+    page(cluster.core.cluster, "gpus", None, cluster.now, (0, 10))
+    assert len(asked) == 1
+
+
+def test_nothing_is_impossible_until_the_agents_have_connected_after_a_start() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(4)
+    for job in "ab":
+        cluster.job(job)
+        cluster.deploy(f"{job}/actor", workers=4)
+    cluster.settle()
+    assert [each["job"] for each in queue(cluster, "gpus")] == ["b"]
+
+    def counts() -> tuple[int, int]:
+        view = overview(cluster.core.cluster, None, cluster.now)
+        return view["waiting"], view["impossible"]
+
+    cluster.send(ev.SchedulerStarted())
+    assert counts() == (1, 0)
+    assert queue(cluster, "impossible") == []
+    (waits,) = queue(cluster, "gpus")
+    assert (waits["job"], waits["rule"] == "impossible") == ("b", False)
+    cluster.send(ev.NodeLost(node="n"))
+    assert counts() == (0, 1)
+    assert [each["job"] for each in queue(cluster, "impossible")] == ["b"]
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -228,6 +302,28 @@ def test_what_runs_now_ends_at_the_windows_end() -> None:
     assert (begin, end, is_switch) == (70.0, 100.0, 0)
 
 
+def test_a_lane_shows_no_run_of_a_dropped_job_under_its_names_next_owner() -> None:
+    cluster = FakeCluster(policy="pack", residents_max=3, ended_jobs=1)
+    cluster.start_node(2)
+    for job in "abc":
+        cluster.job(job, "t")
+        cluster.deploy(f"{job}/actor")
+    cluster.settle()
+    cluster.submit("a:1", "a/actor", "forward")
+    while cluster.runs:
+        cluster.pass_time(20.0)
+        cluster.execute(cluster.runs[0])
+    assert [each["job"] for each in read_lanes(cluster)["jobs"]] == ["a"]
+    for job in "ab":
+        cluster.send(ev.JobFinished(job=job, outcome="completed"))
+        cluster.settle()
+    cluster.pass_time(10.0)
+    cluster.job("a", "u")
+    cluster.deploy("a/actor")
+    assert read_lanes(cluster)["jobs"] == []
+    assert read_lanes(cluster, U)["jobs"] == []
+
+
 def test_a_window_before_the_history_is_empty_and_says_where_it_begins() -> None:
     cluster = two_jobs_on_one_group()
     cluster.pass_time(500.0)
@@ -280,7 +376,8 @@ def test_merged_runs_are_few_and_lose_no_busy_time(
     )
     least_s = 1000.0 / SPANS_PER_LANE
     numbers = {JobId(name): at for at, name in enumerate("abc")}
-    spans = merge(runs, least_s, numbers.__getitem__)
+    spans: list[Span] = []
+    merge(runs, least_s, numbers.__getitem__, spans)
     for begin, end, job, is_switch in runs:
         assert any(
             each[0] <= begin + 1e-3
@@ -294,11 +391,44 @@ def test_merged_runs_are_few_and_lose_no_busy_time(
     assert all(a[1] <= b[0] for a, b in zip(union(runs), union(runs)[1:], strict=False))
 
 
+@settings(max_examples=examples(30), deadline=None)
+@given(RUNS, st.integers(1, 50))
+def test_runs_in_parts_give_the_same_lane_and_band(
+    drawn: list[tuple[float, float, str, bool]], size: int
+) -> None:
+    runs: list[Run] = sorted(
+        (begin, min(1000.0, begin + wide), JobId(job), is_switch)
+        for begin, wide, job, is_switch in drawn
+    )
+    numbers = {JobId(name): at for at, name in enumerate("abc")}
+    found = []
+    for step in (size, len(runs) + 1):
+        spans: list[Span] = []
+        band, covered = Band(0, 1000.0 / BAND_CELLS), 0.0
+        band.enter(2)
+        for at in range(0, len(runs), step):
+            merge(runs[at : at + step], 3.0, numbers.__getitem__, spans)
+            covered = band.add(runs[at : at + step], 2, covered)
+        found.append((spans, [round(each, 6) for each in band.busy]))
+    assert found[0] == found[1]
+    busy_s = sum(end - begin for begin, end in union(runs))
+    assert abs(sum(found[0][1]) * 1000.0 / BAND_CELLS / 2 - busy_s) < 0.01
+
+
+def test_a_group_that_had_the_whole_history_is_read_in_short_steps() -> None:
+    cluster = two_jobs_on_one_group()
+    reader = LanesReader(cluster.core.cluster, None, (0.0, cluster.now), 0)
+    (group,) = cluster.core.cluster.state.groups
+    reader.runs[group] = [(0.01 * at, 0.01 * at + 0.005, JobId("a"), False) for at in range(50_000)]
+    assert sum(1 for _ in reader.steps(lambda: cluster.core.cluster)) >= 50_000 // RUNS_PER_STEP
+
+
 def test_an_endless_row_of_short_runs_stays_a_bounded_answer() -> None:
     runs: list[Run] = [
         (0.01 * at, 0.01 * at + 0.005, JobId("ab"[at % 2]), False) for at in range(100_000)
     ]
-    spans = merge(runs, 1000.0 / SPANS_PER_LANE, {JobId("a"): 0, JobId("b"): 1}.__getitem__)
+    spans: list[Span] = []
+    merge(runs, 1000.0 / SPANS_PER_LANE, {JobId("a"): 0, JobId("b"): 1}.__getitem__, spans)
     assert len(spans) <= 2 * SPANS_PER_LANE
     assert {span[2] for span in spans} == {SEVERAL_JOBS}
 
@@ -322,6 +452,9 @@ def test_shares_add_up_and_a_tenant_sees_itself() -> None:
         row.operations for job in core.state.jobs.values() for row in job.usage.values()
     )
     assert sum(each["operations"] for each in rows.values()) == operations
+    used = [row for job in core.state.jobs.values() for row in job.usage.values()]
+    remembered = sum(each["remembered_gpu_seconds"] for each in rows.values())
+    assert remembered == sum(row.gpu_seconds for row in used) > 0.0
     assert [each["tenant"] for each in bills.views(core, U, cluster.now)] == [U]
 
 

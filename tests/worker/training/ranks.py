@@ -290,15 +290,17 @@ class _Run:
         return self._contents(StatePart.PARAMETER, StatePart.OPTIMIZER)
 
     def refuse_a_step_without_room(self) -> None:
-        """A step that does not fit host memory changes nothing, including clipped gradients."""
+        """A step that does not fit host memory changes nothing, including clipped gradients; it is
+        refused on every rank if one has no room."""
         host = self.backend.host_arena
         if host is None:
             return
         self._forward_backward(batch(9))
         self._switch()
         before = self._contents(*StatePart)
-        lender, host.lender = host.lender, _FullTier()
-        for _ in range(2):
+        lender = host.lender
+        for full in (range(self.case.layout.world_size), range(1)):
+            host.lender = _FullTier() if self.rank in full else lender
             try:
                 self._run(OperationKind.OPTIM_STEP, ADAM, {})
             except StateTierFullError:

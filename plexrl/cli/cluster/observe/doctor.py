@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 class Finding(TypedDict):
-    """One thing that is wrong."""
+    """One thing that is wrong, or a hint."""
 
     code: str
+    is_wrong: bool
+    """False: a hint at what may be better, or may be meant so."""
     since: float | None
     """Seconds since the epoch; None: unknown."""
     what: str
@@ -55,7 +57,7 @@ REMEDIES: Final[dict[str, str]] = {
 
 @with_option_groups
 def doctor(access: Access, output: Output) -> None:
-    """What is wrong, with the command that mends it; exit code 1 if anything is."""
+    """What is wrong, with the command that mends it; exit code 1 if anything is. Then hints."""
     with access.open() as cluster:
         found = [
             *_conditions(cluster.status()),
@@ -66,18 +68,21 @@ def doctor(access: Access, output: Output) -> None:
         write_json(found)
     else:
         show(found)
-    if found:
+    if any(each["is_wrong"] for each in found):
         raise typer.Exit(1)
 
 
 def show(found: list[Finding]) -> None:
-    """Print each finding with its remedy below it."""
-    if not found:
+    """Print each finding with its remedy below it, hints last."""
+    if not any(each["is_wrong"] for each in found):
         print_line("Nothing is wrong.")
-    for each in found:
+    for each in sorted(found, key=lambda each: not each["is_wrong"]):
         since = f" since {local_time(each['since'])}" if each["since"] is not None else ""
-        print_line(f"{each['code']}{since}: {each['what']}")
-        print_line(f"    mend it: {each['remedy']}")
+        code, remedy = each["code"], "mend it"
+        if not each["is_wrong"]:
+            code, remedy = f"hint: {code}", "you may"
+        print_line(f"{code}{since}: {each['what']}")
+        print_line(f"    {remedy}: {each['remedy']}")
 
 
 def _conditions(found: "StatusView") -> Iterator[Finding]:
@@ -85,6 +90,7 @@ def _conditions(found: "StatusView") -> Iterator[Finding]:
         code = each["code"]
         yield {
             "code": code,
+            "is_wrong": True,
             "since": each["since"],
             "what": each.get("message", "the operator's key shows more"),
             "remedy": REMEDIES.get(code, "docs/operating.md#health says what it means"),
@@ -111,7 +117,7 @@ def _capacity(view: "ClusterOverview") -> Iterator[Finding]:
     if view["waiting"] and states.get("free", 0) > view["gpus"]["gpus"] / 4:
         what = f"{states['free']} GPUs are free, and {view['waiting']} deployments wait"
         remedy = "`plexrl explain JOB` of one that waits: a quota, a type of nodes, a reservation"
-        yield _finding("free_gpus", what, remedy)
+        yield _finding("free_gpus", what, remedy, is_wrong=False)
 
 
 def _nodes(nodes: "list[NodeView]") -> Iterator[Finding]:
@@ -122,8 +128,8 @@ def _nodes(nodes: "list[NodeView]") -> Iterator[Finding]:
                 f"`plexrl nodes undrain {node['node']}`, or `plexrl nodes remove "
                 f"{node['node']}` if it goes"
             )
-            yield _finding("drained", what, remedy)
+            yield _finding("drained", what, remedy, is_wrong=False)
 
 
-def _finding(code: str, what: str, remedy: str) -> Finding:
-    return {"code": code, "since": None, "what": what, "remedy": remedy}
+def _finding(code: str, what: str, remedy: str, *, is_wrong: bool = True) -> Finding:
+    return {"code": code, "is_wrong": is_wrong, "since": None, "what": what, "remedy": remedy}

@@ -15,10 +15,13 @@ by the cost model, and a prompt whose samples are complete gives up its others.
 Lengths are those of the latest prompts, of whole cycles of short rounds and a long one. Only when a
 cycle has ended have they no preference for short ones; so the choice is made then, and holds until
 the next long round. While no lengths are known, nothing is started beyond the need.
+
+The choice is made between two events of a rollout, and all rollouts of a service wait for it. So it
+has bounds: of a large batch fewer prompts are simulated, each of which stands for several.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +35,13 @@ DRAWS = 2
 """Simulated short rounds of each choice, of different prompts."""
 ENDS_PART = 16
 """A simulated step ends when one sample of so many has ended."""
+SIMULATED_MAX = 4096
+"""Samples of a simulated round, about."""
+QUEUED_PART = 256
+"""While samples wait for space, a simulated step ends no sooner than one of so many samples of the
+round has ended."""
+STEPS_MAX = 512
+"""Simulated steps of a round. If it needs more, nearly all of its samples wait for space."""
 SPREAD = (5**0.5 - 1) / 2
 """The fractional parts of its multiples are spread evenly, however many there are."""
 
@@ -80,20 +90,49 @@ class ChosenExtra:
 
 def choose_extra(setting: RoundSetting, most: Extra, seen: Sequence[SeenPrompt]) -> ChosenExtra:
     """The extra, at most `most`, with the least expected seconds for a batch. It simulates ten
-    rounds, each in about 60 numpy steps over its samples."""
+    rounds of `SIMULATED_MAX` samples, each in about 60 numpy steps over its samples."""
     none = Extra(0, 0)
     if most == none or not seen or not setting.kv_budgets:
         return ChosenExtra()
-    plain_s = batch_s(setting, none, seen)
+    prompts = setting.batch_groups + most.groups
+    samples = setting.group_size + most.samples
+    simulated = _thinned(setting, -(-prompts * samples // SIMULATED_MAX))
+    part = simulated.batch_groups / setting.batch_groups
     choices = {most, Extra(most.groups, 0), Extra(0, most.samples)} - {none}
-    times = {extra: batch_s(setting, extra, seen) for extra in sorted(choices)}
+    fewer = {
+        extra: Extra(max(1, round(part * extra.groups)) if extra.groups else 0, extra.samples)
+        for extra in sorted(choices)
+    }
+    if (simulated.batch_groups + fewer[most].groups) * samples > 2 * SIMULATED_MAX:
+        # Even few prompts have too many samples.
+        return ChosenExtra()
+    plain_s = batch_s(simulated, none, seen)
+    if not 0 < plain_s < np.inf:
+        return ChosenExtra()
+    times = {extra: batch_s(simulated, fewer[extra], seen) for extra in fewer}
     best = min(times, key=lambda extra: times[extra])
-    gain = plain_s / times[best]
+    gain = plain_s / times[best] if times[best] else 1.0
     return ChosenExtra(extra=best if gain >= GAIN_MIN else none, gain=gain)
 
 
+def _thinned(setting: RoundSetting, times: int) -> RoundSetting:
+    """A round of so many times fewer prompts, each of which takes as many times the space and the
+    seconds, so that steps are as long."""
+    if times == 1:
+        return setting
+    batch_groups = max(1, setting.batch_groups // times)
+    factor, model = setting.batch_groups / batch_groups, setting.model
+    return replace(
+        setting,
+        model=replace(model, k1=model.k1 * factor, k3=model.k3 * factor),
+        kv_budgets=[budget / factor for budget in setting.kv_budgets],
+        batch_groups=batch_groups,
+    )
+
+
 def batch_s(setting: RoundSetting, extra: Extra, seen: Sequence[SeenPrompt]) -> float:
-    """Expected seconds of generation for one batch, on average over short and long rounds."""
+    """Expected seconds of generation for one batch, on average over short and long rounds;
+    infinite: a round needs more than `STEPS_MAX` simulated steps."""
     short_s, deferred = 0.0, list[SeenPrompt]()
     for draw in range(DRAWS):
         prompts = _draw(setting.batch_groups + extra.groups, seen, draw)
@@ -124,8 +163,13 @@ def _round_s(
     )
     tokens = np.repeat([float(each.prompt_tokens) for each in prompts], size)
     simulated = _SimulatedRound(setting, lengths.ravel().astype(float), tokens, size)
+    steps = 0
     while simulated.complete.sum() < setting.batch_groups:
+        if steps == STEPS_MAX:
+            simulated.seconds = float("inf")
+            break
         simulated.advance()
+        steps += 1
     order = simulated.complete_s.argsort(kind="stable")
     return simulated.seconds, [prompts[index] for index in order[setting.batch_groups :]]
 
@@ -164,7 +208,10 @@ class _SimulatedRound:
         kv = np.where(running, self._kv, 0.0).sum(axis=1)
         step_s = model.k1 * kv + np.maximum(model.k2, model.k3 * count) + model.k4
         ends_s = np.where(running, self._left * step_s[:, None], np.inf)
-        rank = int(count.sum()) // ENDS_PART
+        total = int(count.sum())
+        rank = total // ENDS_PART
+        if total < self._unfinished.sum():
+            rank = min(total - 1, max(rank, self._left.size // QUEUED_PART))
         lasting_s = float(np.partition(ends_s.ravel(), rank)[rank])
         steps = np.where(running, np.minimum(lasting_s / step_s[:, None], self._left), 0.0)
         self._left -= steps

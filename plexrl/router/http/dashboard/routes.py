@@ -7,7 +7,7 @@ into it; its files need none.
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import RedirectResponse, StreamingResponse
 
 from plexrl.errors import NotFoundError
 from plexrl.router.http.dashboard.page import FILES, HEADERS
@@ -35,6 +35,12 @@ Count = Annotated[int, Limited("page", "start", in_query=True)]
 async def dashboard() -> Response:
     """The page, which asks for a key."""
     return _file("index.html")
+
+
+@ROUTES.get("/dashboard/", include_in_schema=False)
+async def dashboard_folder() -> Response:
+    """To the page; its addresses are relative, so that it works behind a prefix."""
+    return RedirectResponse("../dashboard")
 
 
 @ROUTES.get("/dashboard/{path:path}", include_in_schema=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from fastapi import Request
@@ -13,6 +14,9 @@ from plexrl.router.services.services import RouterServices
 
 PERIOD_S = 2.0
 STREAMS_MAX = 200
+"""Of operators; and of all tenants together."""
+OF_TENANT_MAX = 20
+"""Of one tenant, so that it keeps no other out."""
 
 
 class OverviewStreams:
@@ -20,15 +24,22 @@ class OverviewStreams:
 
     def __init__(self, period_s: float = PERIOD_S, most: int = STREAMS_MAX) -> None:
         self._period_s, self._most = period_s, most
-        self._open = 0
+        self._open: Counter[str | None] = Counter()
+        """By tenant; None: of operators."""
 
     def open(
         self, request: Request, services: RouterServices, caller: Caller
     ) -> AsyncIterator[bytes]:
         """The events for one reader. Raises `OverloadedError`: too many streams are open."""
-        if self._open >= self._most:
+        own = self._open[caller.scope]
+        if own >= (self._most if caller.is_operator else OF_TENANT_MAX):
             raise OverloadedError(
-                f"{self._most} pages follow this router already: close some, or read /v1/overview",
+                f"{own} pages follow this router already: close some, or read /v1/overview",
+                retry_after_s=self._period_s,
+            )
+        if not caller.is_operator and self._open.total() - self._open[None] >= self._most:
+            raise OverloadedError(
+                "tenants follow this router with as many pages as it serves: read /v1/overview",
                 retry_after_s=self._period_s,
             )
         return self._events(request, services, caller)
@@ -36,7 +47,8 @@ class OverviewStreams:
     async def _events(
         self, request: Request, services: RouterServices, caller: Caller
     ) -> AsyncIterator[bytes]:
-        self._open += 1
+        reader = caller.scope
+        self._open[reader] += 1
         try:
             while not services.shutdown.has_begun:
                 try:
@@ -50,7 +62,9 @@ class OverviewStreams:
                     yield event("error", shown.to_wire())
                 await self._wait(services)
         finally:
-            self._open -= 1
+            self._open[reader] -= 1
+            if not self._open[reader]:
+                del self._open[reader]
 
     async def _wait(self, services: RouterServices) -> None:
         """Wait for the next event, or for the end of this router."""

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,11 +67,11 @@ async def metrics(request: Request, services: Services) -> Response:
     found: list[Collector] = []
     with suppress(PlexRLError):
         # Without a scheduler, `health` says so.
-        call = partial(services.scheduler.call, params={}, timeout_s=SCHEDULER_TIMEOUT_S)
-        quality = await call(m.ETA_QUALITY)
+        call = services.scheduler.call
+        quality = await call(m.ETA_QUALITY, {}, timeout_s=SCHEDULER_TIMEOUT_S)
         found.append(WaitCollector(quality))
         found.append(OverviewCollector(await services.overviews.of_all()))
-        levels = await call(m.SERVICE_LEVELS)
+        levels = await services.overviews.service_levels()
         seen = [job for job in levels["jobs"] if caller and caller.scope in (None, job["tenant"])]
         found.append(ServiceLevelCollector(levels["jobs"], seen))
         runs = services.run_watch.own_views()

@@ -24,6 +24,7 @@ from plexrl.scheduler.placement.contention.colocation import is_worthwhile
 from plexrl.scheduler.placement.fit import backtracking
 from plexrl.scheduler.placement.fit.rehearsal import Rehearsal, in_placement_order
 from plexrl.scheduler.placement.waiting.queues import Queues
+from plexrl.scheduler.placement.waiting.units import Unit
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.records import Deployment, Job, State
 
@@ -142,27 +143,40 @@ def _holds_gang(
     return known[0]
 
 
+def expects_nodes(state: State) -> bool:
+    """Whether the scheduler has started, and agents that may connect have not: then nobody can say
+    yet that the nodes cannot hold a deployment."""
+    return any(not node.alive and node.lost_at is None for node in state.nodes.values())
+
+
 def why_impossible(cluster: Cluster, deployment: Deployment) -> str | None:
-    """Why `is_possible` is False; None if it is True."""
-    if is_possible(cluster, deployment):
+    """Why `is_possible` is False; None if it is True, or may be once all agents have connected."""
+    if is_possible(cluster, deployment) or expects_nodes(cluster.state):
         return None
     return _why(
         cluster.capacity, cluster.state.job(deployment.job), gang_of(cluster.queues, deployment)
     )
 
 
+def possible_alike(unit: Unit) -> object:
+    """Key of a waiting unit: `is_possible` is the same for units with equal ones."""
+    # Traces differ from job to job. For a single deployment only the size matters.
+    demand = unit.equivalence.demand
+    return unit.sizes, (demand[0][0] if len(demand) == 1 else demand)
+
+
 def count_impossible(cluster: Cluster, tenant: "TenantId | None") -> int:
-    """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False.
-    Checked once for equal needs."""
+    """Number of waiting deployments, of one tenant or of all, for which `is_possible` is False; 0
+    until all agents have connected. Checked once for equal needs."""
+    if expects_nodes(cluster.state):
+        return 0
     waiting = cluster.queues.waiting
     known: dict[object, bool] = {}
     count = 0
     for unit, units in waiting.kinds():
         if tenant is not None and unit.equivalence.owner.tenant != tenant:
             continue
-        # Traces differ from job to job. For a single deployment only the size matters.
-        demand = unit.equivalence.demand
-        key = unit.sizes, (demand[0][0] if len(demand) == 1 else demand)
+        key = possible_alike(unit)
         is_held = known.get(key)
         if is_held is None:
             is_held = known[key] = is_possible(cluster, cluster.state.deployment(unit.head.name))

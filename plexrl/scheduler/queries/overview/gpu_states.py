@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from plexrl.ids import DeploymentId, NodeId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.placement.fit.feasibility import count_impossible, is_possible
 from plexrl.scheduler.queries.eta import eta_quality
+from plexrl.scheduler.queries.overview.possible import can_get_gpus
 from plexrl.scheduler.state.records import Deployment, Group, Node, State
 from plexrl.wire.messages.overview_views import (
     COMPUTING,
@@ -41,7 +42,7 @@ def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewV
         "jobs_live": _live_jobs(cluster, tenant),
         "waiting": max(0, _in_queue(cluster, tenant) - impossible),
         "impossible": impossible,
-        "waiting_since": _oldest(cluster, tenant),
+        "waiting_since": _oldest(cluster, tenant, impossible),
         "turns": len(turns),
         "turns_since": min(turns, default=None),
         "eta_quality": eta_quality(state.eta_errors),
@@ -88,17 +89,22 @@ def _in_queue(cluster: Cluster, tenant: TenantId | None) -> int:
     return len(waiting) if tenant is None else waiting.by_tenant.get(tenant, 0)
 
 
-def _oldest(cluster: Cluster, tenant: TenantId | None) -> float | None:
-    """Creation of the oldest waiting deployment."""
+def _oldest(cluster: Cluster, tenant: TenantId | None, impossible: int) -> float | None:
+    """Creation of the oldest waiting deployment, without the `impossible` ones."""
     state, table = cluster.state, cluster.queues.waiting.table
     is_shown = table.is_used
+    if impossible:
+        is_shown = is_shown & can_get_gpus(cluster)
     if tenant is not None:
         number = table.tenants.number(tenant)
         is_shown = is_shown & (table.tenant == (-1 if number is None else number))
     # Nearly always each is in a unit of its own, and none is left to look for.
     rest = cluster.queues.waiting.in_no_unit() if len(cluster.queues.waiting) > len(table) else []
     found = [
-        state.deployments[name].created_at for name in rest if tenant in (None, owner(state, name))
+        state.deployments[name].created_at
+        for name in rest
+        if tenant in (None, owner(state, name))
+        and (not impossible or is_possible(cluster, state.deployments[name]))
     ]
     if is_shown.any():
         found.append(float(table.created_at[is_shown].min()))

@@ -13,6 +13,7 @@ from typing import Final
 from plexrl.ids import GroupId, JobId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.queries.overview.gpu_states import owner, visible_groups
+from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Group, State
 from plexrl.wire.messages.overview_views import (
@@ -30,6 +31,8 @@ from plexrl.wire.operations import MOVES
 
 OPERATIONS_PER_STEP: Final = 2000
 """A step over so many operations takes about a millisecond."""
+RUNS_PER_STEP: Final = 500
+"""Likewise a step that makes spans and bands of so many runs."""
 
 Run = tuple[float, float, JobId, bool]
 """Start and end in seconds after the window's begin, the job, and whether it is a switch."""
@@ -45,11 +48,11 @@ class LanesReader:
         self._tenant, self._first = tenant, first
         self._since, self._until = window
         self._groups = visible_groups(cluster.state, tenant)
-        self._runs: dict[GroupId, list[Run]] = {group.group: [] for group in self._groups}
+        self.runs: dict[GroupId, list[Run]] = {group.group: [] for group in self._groups}
         self._next = cluster.state.finished_count
         self._jobs: dict[JobId, int] = {}
         self._lanes: list[LaneView] = []
-        self._bands: dict[int, _Band] = {}
+        self._bands: dict[int, Band] = {}
         self._add_running(cluster.state)
 
     def steps(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
@@ -58,12 +61,18 @@ class LanesReader:
             yield
         per_band = -(-len(self._groups) // LANES_MAX)
         for at, group in enumerate(self._groups):
-            runs = self._runs[group.group] = sorted(self._runs[group.group])
-            if self._first <= at < self._first + LANES_MAX:
-                self._lanes.append(self._lane(group, runs))
-            if per_band > 1:
-                self._add_to_band(at, per_band, group, runs)
-            yield
+            has_lane = self._first <= at < self._first + LANES_MAX
+            spans = self._new_lane(group) if has_lane else None
+            band = self._band(at, per_band, group) if per_band > 1 else None
+            runs, covered = sorted(self.runs[group.group]), 0.0
+            # One group may have had all that is in the history.
+            for begin in range(0, len(runs), RUNS_PER_STEP):
+                some = runs[begin : begin + RUNS_PER_STEP]
+                if spans is not None:
+                    merge(some, self._least_s, self._number, spans)
+                if band is not None:
+                    covered = band.add(some, len(group.gpus), covered)
+                yield
 
     def view(self, cluster: Cluster) -> LanesView:
         """What was read."""
@@ -111,7 +120,8 @@ class LanesReader:
             self._add_run(state, name, operation, end)
 
     def _add_run(self, state: State, group: GroupId, operation: Operation, end: float) -> None:
-        runs, deployment = self._runs.get(group), state.deployments.get(operation.deployment)
+        # Not of a dropped job, whose name another tenant's may have by now.
+        runs, deployment = self.runs.get(group), owner_of(state, operation)
         if runs is None or deployment is None or operation.started_at is None:
             return
         if self._tenant not in (None, owner(state, operation.deployment)):
@@ -121,59 +131,79 @@ class LanesReader:
             is_switch = operation.kind.value in MOVES
             runs.append((begin - self._since, end - self._since, deployment.job, is_switch))
 
-    def _lane(self, group: Group, runs: Sequence[Run]) -> LaneView:
-        least_s = (self._until - self._since) / SPANS_PER_LANE
-        return {
-            "group": group.group,
-            "gpus": len(group.gpus),
-            "node_type": group.node_type,
-            "members": len(group.members) + len(group.fillers),
-            "spans": merge(runs, least_s, self._number),
-        }
+    @property
+    def _least_s(self) -> float:
+        return (self._until - self._since) / SPANS_PER_LANE
+
+    def _new_lane(self, group: Group) -> list[Span]:
+        """Add a lane; returns its spans, which are to be filled."""
+        spans: list[Span] = []
+        self._lanes.append(
+            {
+                "group": group.group,
+                "gpus": len(group.gpus),
+                "node_type": group.node_type,
+                "members": len(group.members) + len(group.fillers),
+                "spans": spans,
+            }
+        )
+        return spans
 
     def _number(self, job: JobId) -> int:
         """The job's index, in the order in which jobs are met."""
         return self._jobs.setdefault(job, len(self._jobs))
 
-    def _add_to_band(self, at: int, per_band: int, group: Group, runs: Sequence[Run]) -> None:
-        band = self._bands.setdefault(at // per_band, _Band(at))
-        band.add(runs, len(group.gpus), (self._until - self._since) / BAND_CELLS)
+    def _band(self, at: int, per_band: int, group: Group) -> "Band":
+        """The band of the group at this index, which has the group now."""
+        cell_s = (self._until - self._since) / BAND_CELLS
+        band = self._bands.setdefault(at // per_band, Band(at, cell_s))
+        band.enter(len(group.gpus))
+        return band
 
 
-class _Band:
+class Band:
     """Busy GPUs of neighbouring groups, by cell."""
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self, first: int, cell_s: float) -> None:
+        self._first, self._cell_s = first, cell_s
         self._groups = self._gpus = 0
-        self._busy = [0.0] * BAND_CELLS
+        self.busy = [0.0] * BAND_CELLS
+        """Busy GPUs of each cell."""
 
-    def add(self, runs: Sequence[Run], gpus: int, cell_s: float) -> None:
-        """Add a group with its runs, in order."""
+    def enter(self, gpus: int) -> None:
+        """Add a group."""
         self._groups += 1
         self._gpus += gpus
+
+    def add(self, runs: Sequence[Run], gpus: int, covered: float) -> float:
+        """Add the next runs of a group, in order, of which those before end at `covered`; returns
+        the latest end."""
         for begin, end in union(runs):
-            self._fill(begin / cell_s, end / cell_s, gpus)
+            if end > covered:
+                self._fill(max(begin, covered) / self._cell_s, end / self._cell_s, gpus)
+                covered = end
+        return covered
 
     def view(self) -> BandView:
         """The band, a digit for each cell."""
-        digits = [str(min(9, int(10 * part / self._gpus))) for part in self._busy]
+        digits = [str(min(9, int(10 * part / self._gpus))) for part in self.busy]
         return {"first": self._first, "groups": self._groups, "busy": "".join(digits)}
 
     def _fill(self, begin: float, end: float, gpus: int) -> None:
         """Add the part of each cell between `begin` and `end`, in cells."""
         for at in range(int(begin), min(BAND_CELLS, int(end) + 1)):
             part = min(end, at + 1.0) - max(begin, float(at))
-            self._busy[at] += max(0.0, part) * gpus
+            self.busy[at] += max(0.0, part) * gpus
 
 
-def merge(runs: Iterable[Run], least_s: float, number: Callable[[JobId], int]) -> list[Span]:
-    """Runs in order of their begins as spans, of which about window / `least_s` are left.
+def merge(
+    runs: Iterable[Run], least_s: float, number: Callable[[JobId], int], spans: list[Span]
+) -> None:
+    """Add runs, in order of their begins, to `spans`, of which about window / `least_s` are left.
 
     Runs of one job that are less than `least_s` apart become one. What is shorter than `least_s`
     joins the short span before it: then it is of `SEVERAL_JOBS` if they differ.
     """
-    spans: list[Span] = []
     for begin, end, job, is_switch in runs:
         own = number(job)
         if spans:
@@ -187,7 +217,6 @@ def merge(runs: Iterable[Run], least_s: float, number: Callable[[JobId], int]) -
                 spans[-1] = (last_begin, round(max(end, last_end), 3), mixed, kind)
                 continue
         spans.append((round(begin, 3), round(end, 3), own, int(is_switch)))
-    return spans
 
 
 def _groups_of(state: State, operation: Operation) -> Sequence[GroupId]:

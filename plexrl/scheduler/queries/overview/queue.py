@@ -15,10 +15,11 @@ from plexrl.ids import DeploymentId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key, waiting_ratios
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import is_possible, why_impossible
+from plexrl.scheduler.placement.fit.feasibility import why_impossible
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
 from plexrl.scheduler.queries.overview.gpu_states import owner, taking_turns
+from plexrl.scheduler.queries.overview.possible import can_get_gpus
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import QueuedView
@@ -63,7 +64,9 @@ def _is_shown(cluster: Cluster, order: _Order, tenant: TenantId | None) -> NDArr
         return np.ones(order.places.size, bool)
     table = cluster.queues.waiting.table
     number = table.tenants.number(tenant)
-    shown = table.tenant[order.places] == (-1 if number is None else number)
+    # What is in no unit has a negative place, of which a table may have too few rows.
+    rows = np.maximum(order.places, 0)
+    shown = table.tenant[rows] == (-1 if number is None else number)
     for at in np.flatnonzero(order.places < 0).tolist():
         shown[at] = owner(cluster.state, order.others[-1 - int(order.places[at])]) == tenant
     found: NDArray[np.bool_] = shown
@@ -146,28 +149,13 @@ def _incomplete(cluster: Cluster) -> list[DeploymentId]:
 def _in_table(cluster: Cluster, now: float, *, possible: bool) -> Rows:
     """The rows of units that can, or cannot, get GPUs, as `admission.order` sorts them."""
     table = cluster.queues.waiting.table
-    rows = np.flatnonzero(table.is_used & (_can_get_gpus(cluster) == possible))
+    rows = np.flatnonzero(table.is_used & (can_get_gpus(cluster) == possible))
     created_at = table.created_at[rows]
     ratios = waiting_ratios(cluster.settings, created_at, table.expected_s[rows], now)
     shares = _shares(cluster, now)[table.tenant[rows]]
     order = np.lexsort((table.serial[rows], created_at, -ratios, shares, -table.priority[rows]))
     ordered: Rows = rows[order]
     return ordered
-
-
-def _can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
-    """Whether the nodes in service could hold each row's unit; asked once for each kind."""
-    table, state = cluster.queues.waiting.table, cluster.state
-    found = np.ones(len(table.units), bool)
-    rows = np.flatnonzero(table.is_used)
-    kinds, firsts = np.unique(table.kind[rows], return_index=True)
-    never = []
-    for kind, first in zip(kinds.tolist(), rows[firsts].tolist(), strict=True):
-        unit = table.units[first]
-        if unit is not None and not is_possible(cluster, state.deployment(unit.head.name)):
-            never.append(kind)
-    found[np.isin(table.kind, never)] = False
-    return found
 
 
 def _shares(cluster: Cluster, now: float) -> NDArray[np.float64]:

@@ -17,10 +17,10 @@ from plexrl.wire.operations import MOVES
 class _Bill:
     """Sums over a tenant's remembered jobs."""
 
-    __slots__ = ("failed", "operations", "saved_gpu_seconds", "switch_gpu_seconds")
+    __slots__ = ("failed", "gpu_seconds", "operations", "saved_gpu_seconds", "switch_gpu_seconds")
 
     def __init__(self) -> None:
-        self.switch_gpu_seconds = self.saved_gpu_seconds = 0.0
+        self.gpu_seconds = self.switch_gpu_seconds = self.saved_gpu_seconds = 0.0
         self.operations = self.failed = 0
 
 
@@ -39,6 +39,7 @@ class Bills:
             for kind, used in job.usage.items():
                 bill.operations += used.operations
                 bill.failed += used.failed
+                bill.gpu_seconds += used.gpu_seconds
                 if kind.value in MOVES:
                     bill.switch_gpu_seconds += used.gpu_seconds
 
@@ -81,6 +82,7 @@ class Bills:
             "live_jobs_max": live_jobs_bound(cluster.settings, tenant),
             "gpu_seconds": used_gpu_seconds(cluster.holdings, tenant.tenant, now),
             "gpu_seconds_max": limits["gpu_seconds_max"],
+            "remembered_gpu_seconds": bill.gpu_seconds,
             "switch_gpu_seconds": bill.switch_gpu_seconds,
             "saved_gpu_seconds": bill.saved_gpu_seconds,
             "operations": bill.operations,

@@ -97,8 +97,11 @@ def allocate_step(caller: DaemonCaller, rank: Registration, arena_bytes: int) ->
 
     Raises:
         ConflictError: the state is on the device, or no part of it stays in host memory.
-        StateTierFullError: the host tier has no space.
+        InvalidRequestError: no size is named.
+        StateTierFullError: the host tier has no space; what was allocated is still the rank's.
     """
+    if arena_bytes <= 0:
+        raise InvalidRequestError(f"a step in {arena_bytes} bytes: name the memory for its slices")
     if rank.host is None or rank.allocation is not None:
         raise ConflictError(
             f"{rank.description} cannot step its stored state: it is loaded, or has no optimizer "

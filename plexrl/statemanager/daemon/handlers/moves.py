@@ -33,7 +33,7 @@ from plexrl.statemanager.daemon.registry.registry import PrefetchedArena, Regist
 from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.memory import MemoryRange
 from plexrl.statemanager.layout.keys import StatePart
-from plexrl.statemanager.layout.versions import Manifest, VersionKind, version_name
+from plexrl.statemanager.layout.versions import Extent, Manifest, VersionKind, version_name
 from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep
 from plexrl.statemanager.protocol.messages import (
     PUBLISHED_PARTS,
@@ -118,13 +118,11 @@ def _begin_step(caller: DaemonCaller, request: BeginStep, _: Sequence[int]) -> D
         _check_fits(manifest, rank)
         if manifest.stamp != request.stamp:
             raise ConflictError(f"{manifest.description} was stored again: load it first")
-        on_device = _on_device(rank, ((e.arena_offset, e.nbytes) for e in manifest.extents))
-        if any(first + nbytes > request.arena_bytes for first, nbytes in on_device):
-            raise InvalidRequestError(f"{manifest.description} needs more memory than is named")
+        _check_fits_step(rank, manifest.extents)
 
     with rank.exclusive():
-        memory = allocate_step(caller, rank, request.arena_bytes)
         try:
+            memory = allocate_step(caller, rank, request.arena_bytes)
             what = f"version {request.seq} of {rank.deployment!r} rank {rank.rank}"
             lease = caller.services.store.load(name, what, memory, check)
             fds = open_step(rank)
@@ -138,7 +136,25 @@ def _save_step(caller: DaemonCaller, request: SaveStep, _: Sequence[int]) -> Dae
     rank, started = caller.registered(), time.perf_counter()
     save = Save(order=request.order, parts=request.parts, meta_json="{}", same_as=None)
     with rank.exclusive():
-        return _store_state(caller, rank, save, stepped_memory(rank), started)
+        memory = stepped_memory(rank)
+        _check_fits_step(rank, caller.services.registry.layout(rank, request.parts).extents)
+        return _store_state(caller, rank, save, memory, started)
+
+
+def _check_fits_step(rank: Registration, extents: Iterable[Extent]) -> None:
+    """Refuse slices of the arena that the memory of the rank's step does not have.
+
+    Raises:
+        InvalidRequestError: there is one.
+    """
+    assert rank.step is not None, "a step has memory"
+    on_device = _on_device(rank, ((e.arena_offset, e.nbytes) for e in extents))
+    end = max((first + nbytes for first, nbytes in on_device), default=0)
+    if end > rank.step.nbytes:
+        raise InvalidRequestError(
+            f"the state of {rank.description} reaches to byte {end} of the memory for its step, "
+            f"which has {rank.step.nbytes}: begin the step with memory for all that it stores"
+        )
 
 
 def _load(caller: DaemonCaller, request: Load, _: Sequence[int]) -> DaemonReply:

@@ -5,9 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from plexrl.errors import ConflictError, StateLostError, StateTierFullError
+from plexrl.errors import (
+    ConflictError,
+    InvalidRequestError,
+    StateLostError,
+    StateTierFullError,
+)
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.stored_step import StoredStep
+from plexrl.statemanager.layout.keys import StatePart
 from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, StartDaemon
 from tests.statemanager.host_shards import ELEMENTS, HostShard
@@ -180,3 +186,30 @@ def test_a_state_on_the_device_is_not_stepped_in_host_memory(shard: SteppedShard
     with pytest.raises(ConflictError):
         step.begin()
     assert shard.is_after(1)
+
+
+@pytest.mark.parametrize("nbytes", [-MIB, 0])
+def test_a_step_without_memory_is_refused(shard: SteppedShard, nbytes: int) -> None:
+    shard.copy.nbytes = nbytes
+    with pytest.raises(InvalidRequestError, match="name the memory"):
+        shard.begin(1)
+    shard.copy.nbytes = NBYTES
+    shard.check_after(1, steps=1)
+
+
+def test_a_step_stores_nothing_from_beyond_its_memory(daemon: Daemon) -> None:
+    """Beyond it are other tenants' states. The version has no parameter, so that a small copy is
+    enough for it."""
+    shard = SteppedShard(daemon)
+    shard.step()
+    order = SaveRequest(seq=1, token=1)
+    shard.client.offload(order, parts=frozenset({StatePart.OPTIMIZER}))
+    shard.copy = HostArena(4096)
+    step = shard.client.begin_step(shard.copy, 1)
+    step.begin()
+    with pytest.raises(InvalidRequestError, match="reaches to byte"):
+        step.save(SaveRequest(seq=2, keep_seq=1, token=1), ALL_PARTS)
+    step.end()
+    shard.close()
+    daemon.terminate()
+    check(daemon)

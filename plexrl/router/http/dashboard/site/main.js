@@ -19,7 +19,7 @@ let overview = null;
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...subject] = path.split("/");
-  return { name: name in VIEWS ? name : "", subject: decodeURIComponent(subject.join("/")), params: new URLSearchParams(query) };
+  return { name: Object.hasOwn(VIEWS, name) ? name : "", subject: decodeURIComponent(subject.join("/")), params: new URLSearchParams(query) };
 }
 
 function go() {

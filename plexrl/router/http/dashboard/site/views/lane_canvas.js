@@ -3,7 +3,6 @@
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800"];
 const STEPS_S = [1, 5, 10, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800, 2592000];
 const TICK_PX = 90;
-const STRIPE_PX = 6;
 
 function ink(canvas, name) {
   return getComputedStyle(canvas).getPropertyValue(name).trim();
@@ -20,11 +19,12 @@ function prepare(canvas) {
   return [context, width, height];
 }
 
-// A job keeps its colour on every page: seven colours, plain or with stripes.
+// A job keeps its colour on every page: seven colours, plain or with a pale lower edge. Hatching means
+// something else: before the history begins.
 function look(job) {
   let hash = 7;
   for (const letter of job) hash = (31 * hash + letter.codePointAt(0)) >>> 0;
-  return { colour: COLOURS[hash % COLOURS.length], striped: Math.floor(hash / COLOURS.length) % 2 === 1 };
+  return { colour: COLOURS[hash % COLOURS.length], isEdged: Math.floor(hash / COLOURS.length) % 2 === 1 };
 }
 
 export function drawLane(canvas, view, { lane, chosen }) {
@@ -39,7 +39,7 @@ export function drawLane(canvas, view, { lane, chosen }) {
       context.fillStyle = ink(canvas, "--ink");
       context.fillRect(x, height / 2 - 2, wide, 4);
     } else {
-      drawWork(context, job ? look(job.job) : { colour: ink(canvas, "--others"), striped: false }, x, wide, height);
+      drawWork(context, job ? look(job.job) : { colour: ink(canvas, "--others"), isEdged: false }, x, wide, height);
       if (job) drawName(context, job.name || job.job, x, wide, height);
     }
     if (index === chosen) {
@@ -50,23 +50,13 @@ export function drawLane(canvas, view, { lane, chosen }) {
   });
 }
 
-function drawWork(context, { colour, striped }, x, wide, height) {
+function drawWork(context, { colour, isEdged }, x, wide, height) {
   context.fillStyle = colour;
   context.fillRect(x, 1, wide, height - 2);
-  if (!striped || wide < STRIPE_PX) return;
-  context.save();
-  context.beginPath();
-  context.rect(x, 1, wide, height - 2);
-  context.clip();
-  context.strokeStyle = "rgb(255 255 255 / 45%)";
-  context.lineWidth = 1.5;
-  context.beginPath();
-  for (let at = x - height; at < x + wide; at += STRIPE_PX) {
-    context.moveTo(at, height);
-    context.lineTo(at + height, 0);
-  }
-  context.stroke();
-  context.restore();
+  if (!isEdged) return;
+  const edge = Math.round(height / 3);
+  context.fillStyle = "rgb(255 255 255 / 55%)";
+  context.fillRect(x, height - 1 - edge, wide, edge);
 }
 
 function drawName(context, name, x, wide, height) {

@@ -10,13 +10,14 @@ const MOST_S = 366 * 86400;
 const LANES = 64;
 const REFRESH_S = 5;
 const BAND_HEIGHT = 7;
-const HINT = "Colours are jobs, a low bar is a context switch, hatching is before the history begins. Point at a span, or move with ← and → along a lane.";
+const HINT = "Colours, plain or with a pale lower edge, are jobs, a low bar is a context switch, hatching is before the history begins. Point at a span, or move with ← and → along a lane.";
 
 export function lanesView(root, page) {
   let seconds = Number(page.params.get("seconds")) || 3600;
   let until = 0;
   let first = page.most ? 0 : Math.max(0, Number(page.params.get("first")) || 0);
   let view = null;
+  let asked = 0;
   const controls = make("div", { class: "controls" });
   const spot = make("p", { class: "spot dim", "aria-live": "polite" }, HINT);
   const bands = make("div", { class: "bands" });
@@ -29,11 +30,16 @@ export function lanesView(root, page) {
   const stop = page.every(REFRESH_S, refresh);
 
   async function refresh() {
+    asked += 1;
+    const own = asked;
     try {
-      view = await page.ask(`v1/lanes?seconds=${seconds}&until_s=${until}&first=${first}`);
+      const found = await page.ask(`v1/lanes?seconds=${seconds}&until_s=${until}&first=${first}`);
+      // Of two answers that are under way only that of the newer question counts.
+      if (own !== asked) return;
+      view = found;
       build();
     } catch (error) {
-      body.replaceChildren(make("p", { class: "bad" }, error.message));
+      if (own === asked) body.replaceChildren(make("p", { class: "bad" }, error.message));
     }
   }
 

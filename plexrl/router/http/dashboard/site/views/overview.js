@@ -55,8 +55,7 @@ function gpuParts(view) {
 }
 
 function waiting(view) {
-  const all = view.waiting + view.impossible;
-  return all ? `${view.waiting.toLocaleString()}, the longest ${duration(view.now - view.waiting_since)}` : 0;
+  return view.waiting_since !== null ? `${view.waiting.toLocaleString()}, the longest ${duration(view.now - view.waiting_since)}` : 0;
 }
 
 function byType(types, found) {

@@ -11,6 +11,7 @@ export function queueView(root, page) {
   let which = page.params.get("which") in LISTS ? page.params.get("which") : "gpus";
   let first = page.most ? 0 : Math.max(0, Number(page.params.get("first")) || 0);
   let counts = {};
+  let asked = 0;
   const controls = make("div", { class: "controls" });
   const body = make("div");
   const quality = make("p", { class: "dim" });
@@ -18,11 +19,14 @@ export function queueView(root, page) {
   const stop = page.every(REFRESH_S, refresh);
 
   async function refresh() {
+    asked += 1;
+    const own = asked;
     try {
       const view = await page.ask(`v1/queue?which=${which}&first=${first}&limit=${limit}`);
-      showRows(view);
+      // Of two answers that are under way only that of the newer question counts.
+      if (own === asked) showRows(view);
     } catch (error) {
-      body.replaceChildren(make("p", { class: "bad" }, error.message));
+      if (own === asked) body.replaceChildren(make("p", { class: "bad" }, error.message));
     }
   }
 

@@ -16,13 +16,14 @@ export function sharesView(root, page) {
     try {
       const { tenants } = await page.ask("v1/shares");
       const most = page.most || PAGE;
-      const shown = tenants.filter((each) => each.live_jobs || each.gpu_seconds || each.operations).slice(0, most);
+      const active = tenants.filter((each) => each.live_jobs || each.gpu_seconds || each.operations);
+      const shown = active.slice(0, most);
       body.replaceChildren(table(
         [["tenant", "name"], ["weight", "number"], ["due", "number"], ["has", "number"], ["share", ""], ["GPUs", "number"],
           ["jobs on GPUs", "number"], ["live jobs", "number"], ["GPU time", "number"], ["switches", "number"],
           ["saved by sharing", "number"], ["failed", "number"]],
         shown.map(cells), "No tenant has had a job."));
-      if (tenants.length > most) body.append(make("p", { class: "dim" }, `and ${tenants.length - shown.length} more tenants`));
+      if (active.length > most) body.append(make("p", { class: "dim" }, `and ${active.length - shown.length} more tenants`));
     } catch (error) {
       body.replaceChildren(make("p", { class: "bad" }, error.message));
     }
@@ -38,7 +39,7 @@ function cells(each) {
     make("div", {}, bar(most, [["idle", each.due]], `due ${percent(each.due)}`), bar(most, [["computing", each.held]], `has ${percent(each.held)}`)),
     of(each.gpus_held, each.gpus_max), of(each.jobs_running, each.jobs_max), of(each.live_jobs, each.live_jobs_max),
     each.gpu_seconds_max === null ? gpuHours(each.gpu_seconds) : `${gpuHours(each.gpu_seconds)} of ${gpuHours(each.gpu_seconds_max)}`,
-    each.gpu_seconds ? `${gpuHours(each.switch_gpu_seconds)} (${percent(each.switch_gpu_seconds / each.gpu_seconds)})` : null,
+    each.remembered_gpu_seconds ? `${gpuHours(each.switch_gpu_seconds)} (${percent(each.switch_gpu_seconds / each.remembered_gpu_seconds)})` : null,
     each.operations ? gpuHours(each.saved_gpu_seconds) : null,
     each.operations ? `${each.failed.toLocaleString()} of ${each.operations.toLocaleString()}` : null,
   ];
