@@ -113,6 +113,8 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
             # retried for ever, since loads and replays succeed.
             wpg.processes.succeed()
             complete_operation(step, deployment, operation, event)
+            if operation.kind is _OPTIM_STEP:
+                demand.burst.step(now)
         if has_stored:
             # The workers have stored what the step made.
             _version_made(step, deployment, event)

@@ -34,6 +34,11 @@ def go_on_with_burst(step: Step, holder: Deployment, head: Operation) -> None:
     ended_at = burst.ended_at
     if ended_at is not None and burst.served_at <= ended_at < head.submitted_at:
         _observe_pause(step, holder, head.submitted_at - ended_at)
+    stepped_at = burst.stepped_at
+    if stepped_at is not None and head.kind not in holder.spec.stored_kinds:
+        paused = is_after_burst(step, holder, head.submitted_at - stepped_at)
+        holder.demand.estimates.observe_after_step(paused=paused)
+        burst.follow_step()
     burst.serve(head.tokens, now)
 
 
@@ -87,6 +92,24 @@ def hold_s(situation: Situation, holder: Deployment) -> float:
     )
 
 
+def cut_burst(step: Step, holder: Deployment) -> None:
+    """Others wait, and the holder goes first again: the next part of its burst begins."""
+    if step.settings.config.burst_interruptions:
+        holder.demand.burst.cut(step.now)
+    else:
+        holder.demand.burst.begin(step.now)
+
+
+def interrupt_burst(step: Step, holder: Deployment) -> None:
+    """Others get the group; operations of the holder's burst are left. Without
+    `burst_interruptions` each part counts as a burst, as a scheduler of before that setting
+    decided."""
+    if step.settings.config.burst_interruptions:
+        holder.demand.burst.suspend(step.now)
+    else:
+        end_burst(holder, step.now)
+
+
 def end_burst(holder: Deployment, now: float) -> None:
     """End the holder's burst, and measure it if it ran something."""
     tokens = holder.demand.burst.tokens
@@ -101,7 +124,13 @@ def _observe_pause(situation: Situation, holder: Deployment, pause_s: float) -> 
     A pause shorter than an offload and a load counts as a gap inside one burst: a switch split it
     because the controller's usual gap was unknown.
     """
+    estimates, burst = holder.demand.estimates, holder.demand.burst
     if is_after_burst(situation, holder, pause_s):
-        holder.demand.estimates.observe_think(pause_s)
+        estimates.observe_think(pause_s)
+        if burst.cut_s:
+            # The controller paused. What was left when the burst was last cut was cancelled, or ran
+            # on the stored state.
+            estimates.observe_burst(burst.cut_s, burst.tokens)
+            burst.begin_anew()
     else:
-        holder.demand.estimates.observe_gap(pause_s)
+        estimates.observe_gap(pause_s)

@@ -17,9 +17,11 @@ from typing import Final
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.anticipation import expected_next, may_anticipate
 from plexrl.scheduler.dispatch.bursts import (
+    cut_burst,
     end_burst,
     go_on_with_burst,
     hold_s,
+    interrupt_burst,
     is_after_burst,
     is_within_bound,
 )
@@ -188,8 +190,7 @@ class GroupStep:
         """The first of `waiting`, which is not empty, by the ordering."""
         if len(waiting) == 1:
             return waiting[0]
-        candidates = [candidate(self._state, each) for each in waiting]
-        settings = self._settings
+        settings, candidates = self._settings, [candidate(self._state, each) for each in waiting]
         bound_s = settings.config.starvation_bound_s
         best = first(settings.ordering, candidates, self._now, bound_s)
         assert best is not None, f"{self._group.group}: no candidate is first"
@@ -276,8 +277,7 @@ class GroupStep:
         """Whether the next burst must stay out of a critical segment; if so, sets a timer."""
         if has_exclusive_slots(chosen):
             return False
-        state = self._state
-        asked = candidate(state, chosen)
+        asked = candidate(self._state, chosen)
         wait_s = holds_back(self._step, chosen, asked, self._now)
         if wait_s is None:
             return False
@@ -346,7 +346,7 @@ class GroupStep:
             if self._first(rivals) is not holder:
                 return True
             if ordering.holds_bursts:
-                burst.cut(self._now)
+                cut_burst(self._step, holder)
             return False
         if burst.idle_since is not None and ordering.holds_bursts and not leaves:
             until = burst.idle_since + hold_s(self._step, holder)
@@ -443,9 +443,9 @@ class GroupStep:
 
     def _offload(self, holder: Deployment) -> None:
         """Offload the holder's state under a new token."""
-        state = self._state
-        if self._settings.ordering.holds_bursts and self._wants(holder):
-            holder.demand.burst.suspend(self._now)
+        state, is_cut = self._state, self._settings.ordering.holds_bursts and self._wants(holder)
+        if is_cut and not leaves_its_step(state, holder):
+            interrupt_burst(self._step, holder)
         else:
             end_burst(holder, self._now)
         groups = state.groups_of(holder)

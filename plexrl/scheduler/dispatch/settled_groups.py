@@ -21,7 +21,10 @@ def is_settled(context: Context, group: Group) -> bool:
     source. So only a train deployment that computes and is no filler settles its group.
     """
     name, queues = group.holder, context.cluster.queues
-    if name is None or context.effects.for_stored or queues.relocating or not group.members:
+    if name is None or queues.relocating or not group.members:
+        return False
+    for_stored = context.effects.for_stored
+    if for_stored and any(member in for_stored for member in group.members):
         return False
     holder = context.state.deployments[name]
     if holder.wpg.moving is not None or holder.wpg.state is not _READY:

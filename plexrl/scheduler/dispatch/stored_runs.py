@@ -26,6 +26,9 @@ _READY: Final = WpgState.READY
 _OFFLOADED: Final = Residency.OFFLOADED
 _OPTIM_STEP: Final = OperationKind.OPTIM_STEP
 
+STEPS_PART = 0.75
+"""A deployment ends its bursts with a step if it pauses after this part of its steps."""
+
 
 def start_stored_runs(step: Step, group: Group) -> None:
     """Start what the queues of offloaded members begin with and their stored state is enough for,
@@ -59,7 +62,8 @@ def start_stored_runs(step: Step, group: Group) -> None:
 def leaves_its_step(state: State, holder: Deployment) -> bool:
     """Whether all that an idle holder has left of its burst is an optimizer step that another
     member need not wait for: it runs once the holder is offloaded. A deployment whose weights
-    nobody pulls ends its bursts with a step, if it is known to pause at all."""
+    nobody pulls ends its bursts with a step, if it is known to pause, and to pause after nearly
+    each of its steps."""
     queue = holder.work.queue
     if len(queue) != 1 or not holder.spec.steps_in_host or holder.work.running:
         return False
@@ -68,7 +72,10 @@ def leaves_its_step(state: State, holder: Deployment) -> bool:
         return False
     if head.ends_burst:
         return True
-    return usual_pause_s(holder) is not None and not _publishes(state, holder)
+    part = holder.demand.estimates.pauses_after_steps
+    if usual_pause_s(holder) is None or (part is not None and part < STEPS_PART):
+        return False
+    return not _publishes(state, holder)
 
 
 def _publishes(state: State, trainer: Deployment) -> bool:

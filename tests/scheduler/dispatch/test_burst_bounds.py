@@ -18,6 +18,7 @@ from plexrl.scheduler.dispatch.bursts import (
 )
 from plexrl.scheduler.rules.switch_cost import interruption_s, round_trip_s
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.operations import OperationKind
 from tests.examples import examples
@@ -250,6 +251,11 @@ def test_without_interruptions_a_burst_has_the_longest_bound() -> None:
     shared.pauses("b", 2.0)
     shared.run(700.0)
     assert max(shared.waits_s()) > 290.0
+    demand = shared.deployment("a").demand
+    assert demand.burst.cut_s == 0.0
+    # Each part that was cut counts as a burst.
+    assert demand.burst_s(0) == demand.estimates.burst_seconds
+    assert demand.burst_s(0) > 100.0
 
 
 def test_a_burst_without_end_yields_after_twenty_interruptions() -> None:
@@ -350,3 +356,34 @@ def test_an_interruption_costs_two_switches_and_the_end_of_the_generations_that_
     assert interruption_s(state, holder) == pytest.approx(moves_s)
     holder.demand.estimates.observe(OperationKind.GENERATE, 0, 5.0)
     assert interruption_s(state, holder) == pytest.approx(moves_s + 5.0)
+
+
+def test_a_cut_burst_whose_rest_is_cancelled_is_over() -> None:
+    shared = Shared([MODEST, MODEST])
+    for job in "ab":
+        shared.never_pauses(job)
+    shared.run(100.0)
+    cluster, demand = shared.cluster, shared.deployment("a").demand
+    while not demand.burst.cut_s or demand.burst.started_at is not None:
+        shared.run(0.1)
+    so_far_s = demand.burst.cut_s
+    for name in list(shared.deployment("a").work.queue):
+        cluster.send(ev.OperationCancelled(operation=name))
+    assert not shared.deployment("a").work.queue
+    shared.run(60.0)
+    shared.pauses("a", 60.0)
+    shared.run(30.0)
+    assert demand.burst.cut_s == 0.0
+    # The first measurement is of the whole burst that was cut, and the second of a short one.
+    assert demand.estimates.burst_seconds == pytest.approx(0.7 * so_far_s + 0.3 * MODEST.work_s)
+
+
+def test_a_cut_burst_whose_workers_are_lost_counts_as_none() -> None:
+    shared = Shared([MODEST, MODEST])
+    for job in "ab":
+        shared.never_pauses(job)
+    shared.run(100.0)
+    burst = shared.deployment("a").demand.burst
+    assert burst.cut_s > 0.0
+    shared.cluster.kill("a/actor")
+    assert (burst.cut_s, burst.served) == (0.0, 0)

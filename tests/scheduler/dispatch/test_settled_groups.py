@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from plexrl.scheduler.dispatch.group_step import GroupStep
 from plexrl.scheduler.dispatch.settled_groups import is_settled
+from plexrl.scheduler.state.messages import events as ev
 from tests.examples import examples
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.random_history import History
@@ -86,4 +87,30 @@ def test_a_group_is_not_settled_while_a_checkpoint_is_queued() -> None:
     cluster.submit("a:2", "a/actor", "optim_step")
     assert cluster.state_of("b:save") == "finished"
     run_until(cluster, "a:2")
+    assert is_one_settled(cluster)
+
+
+def test_a_group_is_not_settled_while_a_member_is_to_move() -> None:
+    """An offloaded member leaves a drained node while the holder computes."""
+    cluster = shared_group()
+    cluster.submit("b:1", "b/actor", "optim_step")
+    cluster.settle()
+    cluster.submit("a:2", "a/actor", "optim_step")
+    run_until(cluster, "a:2")
+    cluster.join_node(node="m")
+    cluster.send(ev.NodeDrainChanged(node="n", is_draining=True))
+    placed = {
+        name: each.placement.nodes for name, each in cluster.core._context.state.deployments.items()
+    }
+    assert placed == {"a/actor": ("n",), "b/actor": ("m",)}
+    assert cluster.state_of("a:2") == "running"
+
+
+def test_a_checkpoint_that_waits_elsewhere_unsettles_no_group() -> None:
+    cluster = shared_group()
+    # Its deployment has no GPUs, so nothing can be saved for long.
+    cluster.job("c")
+    cluster.deploy("c/actor", workers=4)
+    cluster.submit("c:save", "c/actor", "save_checkpoint")
+    assert cluster.core._context.effects.for_stored
     assert is_one_settled(cluster)

@@ -1,5 +1,7 @@
 """With an optimizer in host memory offloaded deployments step, whoever holds the group."""
 
+from itertools import count
+
 import pytest
 
 from plexrl.ids import DeploymentId, JobId
@@ -8,11 +10,12 @@ from plexrl.scheduler.state.records import Deployment
 from plexrl.wire import messages as cmd
 from tests.scheduler.dispatch.test_stored_saves import gpu_seconds, kinds, run_of
 from tests.scheduler.fake_cluster import FakeCluster
+from tests.scheduler.jobs.asynchronous_job import Clock
 
 
-def two_jobs(*, in_host: bool = True, **settings: object) -> FakeCluster:
+def two_jobs(*, in_host: bool = True, gpus: int = 4, **settings: object) -> FakeCluster:
     cluster = FakeCluster(**settings)
-    cluster.start_node()
+    cluster.start_node(gpus)
     for job in ("a", "b"):
         cluster.job(job)
         cluster.deploy(f"{job}/actor", steps_in_host=in_host)
@@ -224,3 +227,57 @@ def test_steps_of_the_stored_state_end_the_cycles_of_a_job_that_never_publishes(
         cluster.settle()
     assert len(member(cluster).demand.cycles.measured) >= 2
     assert cluster.core._context.state.jobs[JobId("a")].usage
+
+
+def test_a_burst_that_leaves_its_step_is_over_and_measured() -> None:
+    cluster = two_jobs()
+    for number in range(3):
+        cluster.submit(f"a:{number}", "a/actor", "forward_backward")
+        run_until(cluster, f"a:{number}")
+        cluster.submit(f"s:{number}", "a/actor", "optim_step", ends_burst=True)
+        cluster.submit(f"b:{number}", "b/actor", "forward_backward")
+        cluster.pass_time(10.0)
+        cluster.execute(run_of(cluster, f"a:{number}"))
+        cluster.settle()
+        cluster.pass_time(60.0)
+    demand = member(cluster).demand
+    assert (demand.burst.cut_s, demand.burst.served) == (0.0, 0)
+    assert demand.estimates.burst_seconds == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_burst_of_several_steps_is_not_switched_at_each(steps: int) -> None:
+    """Both controllers await each result, and the other one always computes."""
+    cluster = two_jobs(gpus=2)
+    clock, numbers, bursts = Clock(cluster), count(), list[float]()
+    for name in ("a/actor", "b/actor"):
+        clock.takes(name, forward_backward=5.0, optim_step=1.0, load=1.0, offload=1.0)
+
+    def work(left: int) -> None:
+        clock.submit(f"a:{next(numbers)}", "a/actor", "forward_backward", lambda: step(left))
+
+    def step(left: int) -> None:
+        def after() -> None:
+            if left > 1:
+                work(left - 1)
+            else:
+                bursts.append(cluster.now)
+                clock.later(100.0, lambda: work(steps))
+
+        clock.submit(f"a:{next(numbers)}", "a/actor", "optim_step", after)
+
+    def other() -> None:
+        clock.submit(f"b:{next(numbers)}", "b/actor", "forward_backward", again)
+
+    def again() -> None:
+        clock.later(0.1, other)
+
+    work(steps)
+    other()
+    # The first burst shows what follows a step.
+    clock.run_until(cluster.now + 600.0)
+    (group,) = [each for each in cluster.core._context.state.groups.values() if each.shared]
+    switches, begun = group.switches, len(bursts)
+    clock.run_until(cluster.now + 1000.0)
+    assert len(bursts) - begun > 5
+    assert group.switches - switches <= 2 * (len(bursts) - begun) + 1

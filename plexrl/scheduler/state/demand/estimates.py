@@ -51,6 +51,8 @@ class Estimates:
     """From the end of a burst to the arrival of the next one."""
     think_deviation: float = 0.0
     """Usual distance of that time from its average."""
+    pauses_after_steps: float | None = None
+    """Part of the optimizer steps after which the controller paused; None: unknown."""
 
     def resize(self, state_bytes: int) -> None:
         """The state has another size."""
@@ -95,6 +97,10 @@ class Estimates:
             off_s = abs(seconds - self.think_seconds)
             self.think_deviation = KEPT * self.think_deviation + WEIGHT * off_s
         self.think_seconds = _blend(self.think_seconds, seconds)
+
+    def observe_after_step(self, *, paused: bool) -> None:
+        """Add what followed an optimizer step: a pause, or more of the same burst."""
+        self.pauses_after_steps = _blend(self.pauses_after_steps, float(paused))
 
     def operation_s(self, kind: OperationKind, tokens: int) -> float:
         """Predicted seconds of an operation."""

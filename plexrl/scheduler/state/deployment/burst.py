@@ -24,8 +24,14 @@ class Burst:
     """When an operation was last started."""
     idle_since: float | None = None
     """When the last run ended or the state was loaded; None while something runs."""
+    stepped_at: float | None = None
+    """End of an optimizer step, until more than a checkpoint follows it; None: none was made."""
     wants_since: float | None = None
     """Since when an operation has waited for the group; None: none waits."""
+
+    def begin(self, now: float) -> None:
+        """Start a burst, or measure the length of the present one from `now`."""
+        self.started_at = now
 
     def cut(self, now: float) -> None:
         """The part of the burst until `now` is over: others wait. The next one begins, if the
@@ -52,6 +58,14 @@ class Burst:
         self.idle_since = None
         self.served += 1
         self.served_at = now
+
+    def step(self, now: float) -> None:
+        """An optimizer step has ended."""
+        self.stepped_at = now
+
+    def follow_step(self) -> None:
+        """The next operation after an optimizer step is started."""
+        self.stepped_at = None
 
     def pause(self, now: float) -> None:
         """Note that no operation runs now, and that more may follow."""
@@ -86,10 +100,15 @@ class Burst:
             self.ended_at = self.idle_since if self.idle_since is not None else now
         self.started_at = None
 
+    def begin_anew(self) -> None:
+        """The controller paused after the burst was cut: what begins now is another burst."""
+        self.cut_s = 0.0
+        self.tokens = self.served = 0
+
     def interrupt(self) -> None:
-        """The processes are gone. The burst counts as none."""
+        """The processes are gone. The burst counts as none, with the parts that were cut off."""
         self.started_at = self.idle_since = None
-        self.served = 0
+        self.cut_s, self.served = 0.0, 0
 
     def want(self, now: float) -> None:
         """An operation waits for the group."""
