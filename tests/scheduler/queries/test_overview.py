@@ -15,7 +15,7 @@ from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import (
     RUNS_PER_STEP,
-    Band,
+    LaneBand,
     LanesReader,
     Run,
     merge,
@@ -404,7 +404,7 @@ def test_runs_in_parts_give_the_same_lane_and_band(
     found = []
     for step in (size, len(runs) + 1):
         spans: list[Span] = []
-        band, covered = Band(0, 1000.0 / BAND_CELLS), 0.0
+        band, covered = LaneBand(0, 1000.0 / BAND_CELLS), 0.0
         band.enter(2)
         for at in range(0, len(runs), step):
             merge(runs[at : at + step], 3.0, numbers.__getitem__, spans)

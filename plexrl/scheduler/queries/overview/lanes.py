@@ -52,7 +52,7 @@ class LanesReader:
         self._next = cluster.state.finished_count
         self._jobs: dict[JobId, int] = {}
         self._lanes: list[LaneView] = []
-        self._bands: dict[int, Band] = {}
+        self._bands: dict[int, LaneBand] = {}
         self._add_running(cluster.state)
 
     def steps(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
@@ -153,15 +153,15 @@ class LanesReader:
         """The job's index, in the order in which jobs are met."""
         return self._jobs.setdefault(job, len(self._jobs))
 
-    def _band(self, at: int, per_band: int, group: Group) -> "Band":
+    def _band(self, at: int, per_band: int, group: Group) -> "LaneBand":
         """The band of the group at this index, which has the group now."""
         cell_s = (self._until - self._since) / BAND_CELLS
-        band = self._bands.setdefault(at // per_band, Band(at, cell_s))
+        band = self._bands.setdefault(at // per_band, LaneBand(at, cell_s))
         band.enter(len(group.gpus))
         return band
 
 
-class Band:
+class LaneBand:
     """Busy GPUs of neighbouring groups, by cell."""
 
     def __init__(self, first: int, cell_s: float) -> None:
