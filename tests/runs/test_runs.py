@@ -117,8 +117,9 @@ def test_a_run_survives_the_kill_of_a_part(cluster: Cluster, module: str) -> Non
 def test_a_killed_controller_goes_on_after_its_last_step(cluster: Cluster) -> None:
     run = cluster.start(COUNTING, "5", "0.5")
     cluster.wait_for(run, lambda: "step 2" in cluster.log(run))
-    for process in psutil.process_iter():
-        if "/program/script.py" in process.cmdline() and "bwrap" not in process.name():
+    for process in psutil.process_iter(["cmdline", "name"]):
+        words, name = process.info["cmdline"] or (), process.info["name"]
+        if "/program/script.py" in words and "bwrap" not in name:
             os.kill(process.pid, signal.SIGKILL)
     end = cluster.end_of(run)
     assert (end["state"], end["attempts"]) == ("completed", 2)
