@@ -116,7 +116,8 @@ class StoredHistory:
 
 def test_every_mutation_is_made_once_in_order_whatever_happens_to_stored_steps() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(examples(40)):
+    # Fewer may not have each of these ends.
+    for seed in range(max(20, examples(40))):
         history = StoredHistory(seed)
         history.run()
         seen += history.seen
