@@ -444,6 +444,14 @@ class FakeCluster:
             self.send(ev.TimerFired())
         self.now = until
 
+    def run_until(self, operation: str) -> None:
+        """Carry everything out until this operation is the only run."""
+        while [run.operation for run in self.runs] != [operation]:
+            if self.runs:
+                self.execute(self.runs[0])
+            else:
+                self.pass_time(1.0)
+
     def settle(self) -> None:
         """Carry everything out until nothing is left to do."""
         if not self.has_router:

@@ -81,7 +81,8 @@ class Overviews:
         return await self._scheduler.call(m.OVERVIEW, rights, timeout_s=SCHEDULER_TIMEOUT_S)
 
     async def service_levels(self) -> ServiceLevels:
-        """Of all live jobs, likewise."""
+        """The service levels of all live jobs; at most `OVERVIEW_S` old. Raises as
+        `SchedulerLink.call`."""
         return await self._levels.of(None, self._ask_levels)
 
     async def _ask_levels(self) -> ServiceLevels:

@@ -167,7 +167,7 @@ context switch or 0 for its work."""
 
 
 class LaneView(TypedDict):
-    """Who had one group's GPUs."""
+    """One group, and the jobs that had its GPUs."""
 
     group: GroupId
     gpus: int

@@ -48,17 +48,8 @@ def shared_group() -> FakeCluster:
         cluster.deploy(f"{job}/actor")
     cluster.settle()
     cluster.submit("a:1", "a/actor", "optim_step")
-    run_until(cluster, "a:1")
+    cluster.run_until("a:1")
     return cluster
-
-
-def run_until(cluster: FakeCluster, operation: str) -> None:
-    """Carry everything out until this operation runs."""
-    while [run.operation for run in cluster.runs] != [operation]:
-        if cluster.runs:
-            cluster.execute(cluster.runs[0])
-        else:
-            cluster.pass_time(1.0)
 
 
 def is_one_settled(cluster: FakeCluster) -> bool:
@@ -86,7 +77,7 @@ def test_a_group_is_not_settled_while_a_checkpoint_is_queued() -> None:
     cluster.settle()
     cluster.submit("a:2", "a/actor", "optim_step")
     assert cluster.state_of("b:save") == "finished"
-    run_until(cluster, "a:2")
+    cluster.run_until("a:2")
     assert is_one_settled(cluster)
 
 
@@ -96,7 +87,7 @@ def test_a_group_is_not_settled_while_a_member_is_to_move() -> None:
     cluster.submit("b:1", "b/actor", "optim_step")
     cluster.settle()
     cluster.submit("a:2", "a/actor", "optim_step")
-    run_until(cluster, "a:2")
+    cluster.run_until("a:2")
     cluster.join_node(node="m")
     cluster.send(ev.NodeDrainChanged(node="n", is_draining=True))
     placed = {

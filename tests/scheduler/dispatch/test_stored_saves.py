@@ -21,11 +21,7 @@ def cluster_with_an_offloaded_member() -> FakeCluster:
     cluster.submit("a:1", "a/actor", "optim_step")
     cluster.settle()
     cluster.submit("b:1", "b/actor", "optim_step")
-    while [run.operation for run in cluster.runs] != ["b:1"]:
-        if cluster.runs:
-            cluster.execute(cluster.runs[0])
-        else:
-            cluster.pass_time(1.0)
+    cluster.run_until("b:1")
     return cluster
 
 

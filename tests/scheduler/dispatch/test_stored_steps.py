@@ -29,17 +29,8 @@ def cluster_with_gradients(*, in_host: bool = True) -> FakeCluster:
     cluster.submit("a:1", "a/actor", "forward_backward")
     cluster.settle()
     cluster.submit("b:1", "b/actor", "forward_backward")
-    run_until(cluster, "b:1")
+    cluster.run_until("b:1")
     return cluster
-
-
-def run_until(cluster: FakeCluster, operation: str) -> None:
-    """Everything is carried out until this operation is the only run."""
-    while [run.operation for run in cluster.runs] != [operation]:
-        if cluster.runs:
-            cluster.execute(cluster.runs[0])
-        else:
-            cluster.pass_time(1.0)
 
 
 def member(cluster: FakeCluster, name: str = "a/actor") -> Deployment:
@@ -106,7 +97,7 @@ def test_a_step_that_host_memory_refuses_is_made_after_a_load(code: str) -> None
     cluster.refuse(run_of(cluster, "a:2"), code)
     assert kinds(cluster) == [("forward_backward", "b/actor")]
     cluster.execute(run_of(cluster, "b:1"))
-    run_until(cluster, "a:2")
+    cluster.run_until("a:2")
     run = run_of(cluster, "a:2")
     assert isinstance(run, cmd.OptimStep)
     assert run.stored is None
@@ -162,7 +153,7 @@ def test_a_checkpoint_after_a_step_is_of_what_it_made() -> None:
 def test_a_holder_leaves_the_last_step_of_its_burst_to_host_memory_if_others_wait() -> None:
     cluster = two_jobs()
     cluster.submit("a:1", "a/actor", "forward_backward")
-    run_until(cluster, "a:1")
+    cluster.run_until("a:1")
     cluster.submit("a:2", "a/actor", "optim_step", ends_burst=True)
     cluster.submit("b:1", "b/actor", "forward_backward")
     cluster.execute(run_of(cluster, "a:1"))
@@ -187,7 +178,7 @@ def test_a_deployment_that_pauses_and_never_publishes_ends_its_bursts_with_a_ste
             cluster.settle()
         cluster.pass_time(600.0)
     cluster.submit("a:last", "a/actor", "forward_backward")
-    run_until(cluster, "a:last")
+    cluster.run_until("a:last")
     cluster.submit("s:last", "a/actor", "optim_step")
     cluster.submit("b:1", "b/actor", "forward_backward")
     cluster.execute(run_of(cluster, "a:last"))
@@ -203,7 +194,7 @@ def test_other_steps_of_a_burst_are_made_under_the_lock(
 ) -> None:
     cluster = two_jobs()
     cluster.submit("a:1", "a/actor", "forward_backward")
-    run_until(cluster, "a:1")
+    cluster.run_until("a:1")
     cluster.submit("a:2", "a/actor", "optim_step", **fields)
     if waits:
         # What follows in the same burst needs the device anyway.
@@ -221,7 +212,7 @@ def test_steps_of_the_stored_state_end_the_cycles_of_a_job_that_never_publishes(
         cluster.submit(f"a:{number}", "a/actor", "forward_backward")
         cluster.settle()
         cluster.submit(f"b:{number}", "b/actor", "forward_backward")
-        run_until(cluster, f"b:{number}")
+        cluster.run_until(f"b:{number}")
         cluster.submit(f"s:{number}", "a/actor", "optim_step")
         cluster.execute(run_of(cluster, f"s:{number}"))
         cluster.settle()
@@ -233,7 +224,7 @@ def test_a_burst_that_leaves_its_step_is_over_and_measured() -> None:
     cluster = two_jobs()
     for number in range(3):
         cluster.submit(f"a:{number}", "a/actor", "forward_backward")
-        run_until(cluster, f"a:{number}")
+        cluster.run_until(f"a:{number}")
         cluster.submit(f"s:{number}", "a/actor", "optim_step", ends_burst=True)
         cluster.submit(f"b:{number}", "b/actor", "forward_backward")
         cluster.pass_time(10.0)

@@ -11,7 +11,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 
 from plexrl.errors import NotFoundError
 from plexrl.router.http.dashboard.page import FILES, HEADERS
-from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.http.routes.streams import SERVER_SENT, STREAM_HEADERS
 from plexrl.router.http.schemas import Limited
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.services import Services
@@ -69,8 +69,7 @@ async def stream(request: Request, services: Services) -> StreamingResponse:
     return StreamingResponse(
         streams.open(request, services, caller),
         media_type=SERVER_SENT,
-        # Without the second header nginx buffers events.
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        headers=STREAM_HEADERS,
     )
 
 

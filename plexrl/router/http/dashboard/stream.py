@@ -1,13 +1,13 @@
 """Server-sent events of the overview: a bounded rate, a bounded number of streams."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator
 
 from fastapi import Request
 
 from plexrl.errors import AuthenticationError, OverloadedError, PlexRLError
+from plexrl.router.http.streams.events import named_event
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
 from plexrl.router.services.services import RouterServices
@@ -53,13 +53,13 @@ class OverviewStreams:
             while not services.shutdown.has_begun:
                 try:
                     caller = await _still_known(request, services)
-                    yield event("overview", await services.overviews.overview(caller))
+                    yield named_event("overview", await services.overviews.overview(caller))
                 except AuthenticationError as error:
-                    yield event("error", error.to_wire())
+                    yield named_event("error", error.to_wire())
                     return
                 except PlexRLError as error:
                     shown = error if caller.is_operator else public_error(error)
-                    yield event("error", shown.to_wire())
+                    yield named_event("error", shown.to_wire())
                 await self._wait(services)
         finally:
             self._open[reader] -= 1
@@ -77,11 +77,6 @@ class OverviewStreams:
 
 
 async def _still_known(request: Request, services: RouterServices) -> Caller:
-    """Who reads: a stream must not outlive its key."""
+    """The caller of the stream, by its key of now: a stream must not outlive its key."""
     address = request.client.host if request.client else ""
     return await services.keys.caller_of(request.headers.get("authorization", ""), address)
-
-
-def event(name: str, content: object) -> bytes:
-    """One server-sent event with JSON."""
-    return f"event: {name}\ndata: {json.dumps(content)}\n\n".encode()

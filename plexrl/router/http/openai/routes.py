@@ -30,7 +30,7 @@ from plexrl.router.http.openai.trajectory import (
     segments,
 )
 from plexrl.router.http.routes.deployments import texts_of
-from plexrl.router.http.routes.streams import SERVER_SENT
+from plexrl.router.http.routes.streams import SERVER_SENT, STREAM_HEADERS
 from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller, key_digest
 from plexrl.router.services.services import RouterServices, Services
@@ -267,7 +267,7 @@ async def _answer(generation: OpenAIGeneration) -> Response:
     return StreamingResponse(
         chunks,
         media_type=SERVER_SENT,
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        headers=STREAM_HEADERS,
     )
 
 

@@ -12,6 +12,8 @@ from plexrl.router.services.services import RouterServices, Services
 
 SERVER_SENT = "text/event-stream"
 JSON_LINES = "application/x-ndjson"
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Without the second one nginx buffers events."""
 
 ROUTES = APIRouter(prefix="/v1", tags=["operations"])
 
@@ -45,8 +47,7 @@ async def stream(
     return StreamingResponse(
         body,
         media_type=SERVER_SENT if is_server_sent else JSON_LINES,
-        # Without the second header nginx buffers events.
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        headers=STREAM_HEADERS,
     )
 
 

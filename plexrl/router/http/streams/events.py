@@ -205,5 +205,10 @@ def json_line(event: StreamEvent) -> bytes:
 def server_sent(event: StreamEvent) -> bytes:
     """Encode an event for a browser's `EventSource`."""
     name = "tokens" if "rows" in event else next(iter(event))
-    head = f"id: {event['cursor']}\n" if "cursor" in event else ""
-    return f"{head}event: {name}\ndata: {json.dumps(event)}\n\n".encode()
+    head = f"id: {event['cursor']}\n".encode() if "cursor" in event else b""
+    return head + named_event(name, event)
+
+
+def named_event(name: str, content: object) -> bytes:
+    """One server-sent event with JSON."""
+    return f"event: {name}\ndata: {json.dumps(content)}\n\n".encode()

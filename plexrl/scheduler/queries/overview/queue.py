@@ -182,7 +182,7 @@ def _for_gpus(
 def _first_reserved(
     cluster: Cluster, deployment: Deployment, rule: str, sees_all: bool
 ) -> str | None:
-    """Who has the reservation that keeps GPUs from the deployment."""
+    """The owner of the reservation that keeps GPUs from the deployment."""
     reserved = cluster.state.reservations
     if rule != "reservation" or deployment.deployment in reserved:
         return None

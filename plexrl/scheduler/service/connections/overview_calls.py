@@ -101,7 +101,7 @@ class OverviewCalls:
         return {"now": now, "tenants": bills.views(cluster, scope, now)}
 
     def _jobs(self, names: list[JobId], scope: Scope) -> list[Job]:
-        """Those that are still remembered, and that the caller may see."""
+        """The jobs of these names that are still remembered, and that the caller may see."""
         jobs = self._core.cluster.state.jobs
         found = (jobs.get(name) for name in names)
         return [job for job in found if job is not None and scope in (None, job.tenant)]
