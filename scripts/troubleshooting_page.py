@@ -44,8 +44,8 @@ TO_DO: dict[str, str] = {
     "unknown_deployment": "create it first; `plexrl jobs JOB` lists those of the job",
     "unknown_operation": "submit it again if its result is still needed: old ones are "
     "[forgotten](recovery.md#what-is-remembered)",
-    "unknown_checkpoint": "`plexrl checkpoints list JOB` lists those that exist; save it again if its "
-    "node failed",
+    "unknown_checkpoint": "`plexrl checkpoints list JOB` lists those that exist; save it again "
+    "if its node failed",
     "conflict": "wait until the state that it names has passed, then repeat the call",
     "job_ended": "begin a new job, from a [checkpoint](checkpoints.md) if there is one",
     "no_gradients": "run `forward_backward` before `optim_step`",
