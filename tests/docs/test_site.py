@@ -55,9 +55,11 @@ def test_commands_and_public_names_are_read_from_the_code(site: Path) -> None:
 
 
 def test_links_out_of_the_folder_lead_to_the_sites_own_pages() -> None:
-    text = "[a](../benchmarks/RESULTS.md#b), [c](sdk.md), [chart](../deploy/x.yaml), ![d](pictures/e.png)"
+    text = (
+        "[a](../benchmarks/RESULTS.md#b), [c](sdk.md), [d](../deploy/x.yaml), ![e](pictures/e.png)"
+    )
     assert relinked(text, "docs/operating.md", "operating.md") == (
-        "[a](results.md#b), [c](sdk.md), chart (`deploy/x.yaml`), ![d](pictures/e.png)"
+        "[a](results.md#b), [c](sdk.md), d (`deploy/x.yaml`), ![e](pictures/e.png)"
     )
     assert relinked("[s](docs/sdk.md)", "README.md", "readme.md") == "[s](sdk.md)"
 
