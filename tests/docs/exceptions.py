@@ -14,8 +14,6 @@ PARSED = {
     "plexrl forecast": "needs recordings, as `plexrl fidelity`; tests/sim/fidelity runs it",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
-    "plexrl run ": "needs a tenant's key and a cluster with runs; tests/runs has one",
-    "plexrl runs ": "as `plexrl run`",
     "plexrl logs -f ": "ends with its job; tests/cluster/training/test_run_records.py",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",
