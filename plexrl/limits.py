@@ -189,6 +189,14 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
     },
+    "quote": {
+        "steps": _maybe(_count(1, COUNT_MAX)),
+        "expected_s": _maybe(_SECONDS),
+        "price": _maybe(_PRICE),
+        "gpus": _RANKS,
+        "rollout_gpus": _count(0, RANKS_MAX),
+        "state_bytes": _count(1, BYTES_MAX - 1),
+    },
     "deployment": {
         "workers": _maybe(_RANKS),
         "max_sequence_tokens": _maybe(_count(2, 1 << 22)),
