@@ -36,10 +36,10 @@ def remember_quote(state: State, job: Job, now: float) -> None:
 def quoted_jobs(state: State, tenant: TenantId | None) -> list[QuotedJobView]:
     """The tenant's jobs, or all, that had a quote, oldest first."""
     jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
-    return [_view(job, job.quote) for job in jobs if job.quote is not None]
+    return [quoted_job(job, job.quote) for job in jobs if job.quote is not None]
 
 
-def _view(job: Job, quote: JobQuote) -> QuotedJobView:
+def quoted_job(job: Job, quote: JobQuote) -> QuotedJobView:
     """A job's quote beside its bill; what has not happened yet is None."""
     since = job.submitted_at
     return {

@@ -34,6 +34,9 @@ DELAY_S_MIN = 1.0
 DELAY_PART_MIN = 0.001
 """Smaller delays, in seconds and as a part of what is left, come from moves of state."""
 
+SAME_PART = 0.01
+"""Ways whose times differ by less than this part are the same."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
@@ -99,11 +102,25 @@ def _others(plan: ClusterPlan, asked: _Outcome, base: Sequence[FutureEnds]) -> l
         except (CapacityError, OverloadedError):
             # This way is not open; another one may be.
             continue
-    del asked
-    soonest = sorted(found, key=lambda each: median(one.end_s for one in each.found))[:1]
+    # Those that change nothing go last.
+    same = {each.way.way: _is_same(each, asked) for each in found}
+    soonest = sorted(found, key=lambda each: (same[each.way.way], _end_s(each)))[:1]
     left = [each for each in found if each not in soonest]
-    kindest = sorted(left, key=lambda each: (_harm_s(each), _hours(each)))
+    kindest = sorted(left, key=lambda each: (same[each.way.way], _harm_s(each), _hours(each)))
     return [*soonest, *kindest[: ALTERNATIVES - 1]]
+
+
+def _is_same(other: _Outcome, asked: _Outcome) -> bool:
+    """Whether neither the job nor others gain or lose by the other way."""
+    before = [getattr(each, name) for each in asked.found[:1] for name in ("start_s", "end_s")]
+    after = [getattr(each, name) for each in other.found[:1] for name in ("start_s", "end_s")]
+    scale_s = max(before[1], DELAY_S_MIN)
+    differs = any(abs(a - b) > SAME_PART * scale_s for a, b in zip(before, after, strict=True))
+    return not differs and abs(_harm_s(other) - _harm_s(asked)) <= SAME_PART * scale_s
+
+
+def _end_s(outcome: _Outcome) -> float:
+    return median(each.end_s for each in outcome.found)
 
 
 def _harm_s(outcome: _Outcome) -> float:
