@@ -22,11 +22,11 @@ from statistics import fmean, median
 from benchmarks.report import report
 from benchmarks.sizes import sized
 from plexrl.ids import JobId, TenantId
-from plexrl.scheduler.accounting.quoted_jobs import scale_of
+from plexrl.scheduler.jobs.quoted_jobs import scale_of
 from plexrl.scheduler.queries.overview.planned_jobs import (
     ClusterPlan,
-    PlannedJob,
     PlannedNodes,
+    ProjectedJob,
     live_jobs,
 )
 from plexrl.scheduler.rules.config import planning
@@ -185,10 +185,10 @@ def _nodes() -> PlannedNodes:
     )
 
 
-def _asked(row: TraceJob) -> PlannedJob:
+def _asked(row: TraceJob) -> ProjectedJob:
     trace = demand_of(row, Behaviour())
     assert trace is not None, "every job of the fleet trains"
-    return PlannedJob(
+    return ProjectedJob(
         job=JobId(row.job_id),
         tenant=TenantId("-"),
         name=row.job_id,

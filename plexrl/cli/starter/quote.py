@@ -168,8 +168,8 @@ def _print(found: QuoteView) -> None:
     others = found["asked"]["others"]
     if others["jobs"]:
         print_line(
-            f"{others['jobs']} jobs of other tenants would end later, "
-            f"{seconds(others['delay_s'])} in total."
+            f"Jobs of other tenants that would end later: {others['jobs']}, "
+            f"by {seconds(others['delay_s'])} in total."
         )
     print_line(_basis(found))
 
@@ -198,4 +198,4 @@ def _interval(each: QuoteFiguresView) -> str:
 def _delays(each: QuoteFiguresView) -> str:
     count = len(each["delayed"]) + each["others"]["jobs"]
     total_s = each["others"]["delay_s"] + sum(one["delay_s"] for one in each["delayed"])
-    return f"{count} jobs, {seconds(total_s)}" if count else "nobody"
+    return f"{count}, by {seconds(total_s)} in total" if count else "nobody"

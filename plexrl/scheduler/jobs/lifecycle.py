@@ -16,10 +16,10 @@ from plexrl.scheduler.accounting.earlier_jobs import (
     take_prior,
 )
 from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
-from plexrl.scheduler.accounting.quoted_jobs import remember_quote
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.usage import discard, meter
+from plexrl.scheduler.jobs.quoted_jobs import remember_quote
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail_operation, interrupt

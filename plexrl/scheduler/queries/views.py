@@ -9,9 +9,9 @@ from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.accounting.holdings import Holdings
 from plexrl.scheduler.accounting.profiler import measured_waiting_part
 from plexrl.scheduler.accounting.quotas import limits_of
-from plexrl.scheduler.accounting.quoted_jobs import quoted_job
 from plexrl.scheduler.accounting.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.accounting.usage import used_gpu_seconds
+from plexrl.scheduler.jobs.quoted_jobs import quoted_job
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, held_view
 from plexrl.scheduler.placement.capacity.capacity import Capacity

@@ -52,7 +52,7 @@ class Tenant:
     """Directories below which it may load models, beside those that all tenants may use."""
     quoted_starts: list[float] = field(default_factory=list)
     """Errors of the quoted starts of its newest completed jobs, oldest first
-    (`accounting.quoted_jobs`)."""
+    (`jobs.quoted_jobs`)."""
     quoted_ends: list[float] = field(default_factory=list)
     """Likewise of their ends."""
     gpu_seconds: float = 0.0

@@ -5,7 +5,7 @@ import pytest
 
 from plexrl.errors import InvalidRequestError, QuotaExceededError, UnknownJobError
 from plexrl.ids import DeploymentId, JobId, TenantId
-from plexrl.scheduler.accounting.quoted_jobs import quoted_jobs
+from plexrl.scheduler.jobs.quoted_jobs import quoted_jobs
 from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan, cluster_plan
 from plexrl.scheduler.state.demand.job_quote import JobQuote
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment

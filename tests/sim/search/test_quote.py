@@ -11,9 +11,9 @@ from plexrl.errors import CapacityError, InvalidRequestError, from_wire
 from plexrl.ids import JobId, TenantId
 from plexrl.scheduler.queries.overview.planned_jobs import (
     ClusterPlan,
-    PlannedJob,
     PlannedNodes,
     PlannedTenant,
+    ProjectedJob,
 )
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.state.demand.job_quote import JobQuote
@@ -33,9 +33,9 @@ def job(
     duty: float = 0.2,
     waited_s: float | None = None,
     gpus: int = 8,
-) -> PlannedJob:
+) -> ProjectedJob:
     """A job that has GPUs, or has waited for them."""
-    return PlannedJob(
+    return ProjectedJob(
         job=JobId(name),
         tenant=TenantId(tenant),
         name=name,
@@ -66,7 +66,7 @@ def tenant(name: str) -> PlannedTenant:
     )
 
 
-def plan(*jobs: PlannedJob, asked: PlannedJob, nodes: int = 1) -> ClusterPlan:
+def plan(*jobs: ProjectedJob, asked: ProjectedJob, nodes: int = 1) -> ClusterPlan:
     pool = PlannedNodes(
         nodes=nodes,
         node_type="h200",
@@ -86,7 +86,7 @@ def plan(*jobs: PlannedJob, asked: PlannedJob, nodes: int = 1) -> ClusterPlan:
     )
 
 
-def asked() -> PlannedJob:
+def asked() -> ProjectedJob:
     return replace(job("asked"), has_gpus=False)
 
 

@@ -56,7 +56,7 @@ class PlannedTenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedJob:
+class ProjectedJob:
     """A live job, or one that may be submitted."""
 
     job: JobId
@@ -91,11 +91,11 @@ class ClusterPlan:
     settings: dict[str, str | int | float | bool | None]
     nodes: tuple[PlannedNodes, ...]
     tenants: tuple[PlannedTenant, ...]
-    jobs: tuple[PlannedJob, ...]
+    jobs: tuple[ProjectedJob, ...]
     """Those with GPUs first, by the time at which they got them; then by submission."""
-    asked: PlannedJob
+    asked: ProjectedJob
     start_errors: tuple[float, ...] = ()
-    """Errors of the tenant's earlier quotes, oldest first (`accounting.quoted_jobs`)."""
+    """Errors of the tenant's earlier quotes, oldest first (`jobs.quoted_jobs`)."""
     end_errors: tuple[float, ...] = ()
 
 
@@ -125,7 +125,7 @@ def cluster_plan(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float)
     )
 
 
-def live_jobs(state: State, now: float) -> tuple[PlannedJob, ...]:
+def live_jobs(state: State, now: float) -> tuple[ProjectedJob, ...]:
     """All live jobs that have or wait for GPUs."""
     live = [job for job in state.jobs.values() if _is_planned(job)]
     live.sort(
@@ -138,13 +138,13 @@ def _is_planned(job: Job) -> bool:
     return not job.state.is_final and not job.is_set_aside and bool(job.deployments)
 
 
-def _live(state: State, job: Job, now: float) -> PlannedJob:
+def _live(state: State, job: Job, now: float) -> ProjectedJob:
     planned = _planned(job, [state.deployment(name) for name in job.deployments], now)
     period_s = 1.0 if planned.period_s is None else planned.period_s
     return replace(planned, left_s=left_alone_s(state, job, period_s, now))
 
 
-def _planned(job: Job, deployments: Sequence[Deployment], now: float) -> PlannedJob:
+def _planned(job: Job, deployments: Sequence[Deployment], now: float) -> ProjectedJob:
     """The job, of unknown length."""
     lasting = [each for each in deployments if not each.spec.preemptible]
     if not lasting:
@@ -153,7 +153,7 @@ def _planned(job: Job, deployments: Sequence[Deployment], now: float) -> Planned
     others = [each for each in lasting if each is not main]
     trace = main.demand.trace
     shared = any(each.spec.may_share for each in others if each.spec.kind == "rollout")
-    return PlannedJob(
+    return ProjectedJob(
         job=job.job,
         tenant=job.tenant,
         name=job.name,
@@ -182,7 +182,7 @@ def _knowledge(deployment: Deployment, trace: DemandTrace | None) -> Knowledge:
     return "measured" if trace.cycles else "declared"
 
 
-def _asked(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> PlannedJob:
+def _asked(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> ProjectedJob:
     planned = _described(cluster, tenant, call, now)
     left_s = call.expected_s or usual_length(cluster, tenant, call.name)
     if call.steps and planned.period_s is not None:
@@ -197,11 +197,11 @@ def _asked(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> Pl
     )
 
 
-def _slo(call: ReadPlan, planned: PlannedJob) -> float | None:
+def _slo(call: ReadPlan, planned: ProjectedJob) -> float | None:
     return planned.slo if call.slo is None else call.slo
 
 
-def _described(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> PlannedJob:
+def _described(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> ProjectedJob:
     """The job by its row, by the job that it is like, or by its deployments."""
     if call.row is not None:
         return _of_row(tenant, call)
@@ -213,10 +213,10 @@ def _described(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -
     return _declared(cluster, tenant, call, now)
 
 
-def _of_row(tenant: TenantId, call: ReadPlan) -> PlannedJob:
+def _of_row(tenant: TenantId, call: ReadPlan) -> ProjectedJob:
     row = call.row
     assert row is not None, "the call has a row"
-    return PlannedJob(
+    return ProjectedJob(
         job=JobId("asked"),
         tenant=tenant,
         name=call.name,
@@ -237,7 +237,7 @@ def _of_row(tenant: TenantId, call: ReadPlan) -> PlannedJob:
     )
 
 
-def _declared(cluster: Situation, tenant: TenantId, call: ReadPlan, now: float) -> PlannedJob:
+def _declared(cluster: Situation, tenant: TenantId, call: ReadPlan, now: float) -> ProjectedJob:
     job = Job(
         job=JobId("asked"),
         tenant=tenant,

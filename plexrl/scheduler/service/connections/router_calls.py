@@ -14,8 +14,8 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
-from plexrl.scheduler.accounting.quoted_jobs import quoted_jobs
 from plexrl.scheduler.accounting.sharing import sharing_view
+from plexrl.scheduler.jobs.quoted_jobs import quoted_jobs
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.views import (
     expected_nodes,

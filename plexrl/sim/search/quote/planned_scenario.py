@@ -5,7 +5,7 @@ the order of admission. Nothing works before the present: a job that has GPUs th
 cycle at a random point.
 
 Where the simulation departs from the cluster: jobs are placed anew, in the order in which they
-were; a job has one training and one rollout (`PlannedJob`); rollouts share their GPUs where they
+were; a job has one training and one rollout (`ProjectedJob`); rollouts share their GPUs where they
 are scarce, or none does; moves of state take as long as on the modelled nodes; and nobody submits
 another job.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from plexrl.ids import TenantId
 from plexrl.scheduler.queries.overview.planned_jobs import (
     ClusterPlan,
-    PlannedJob,
     PlannedNodes,
     PlannedTenant,
+    ProjectedJob,
 )
 from plexrl.scheduler.state.messages.events import TenantConfigured
 from plexrl.sim.workload.counter_rng import stream, uniform
@@ -39,7 +39,7 @@ PRIORITY_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Future:
+class PlannedFuture:
     """A scenario that begins before the present."""
 
     scenario: Scenario
@@ -86,8 +86,8 @@ class ResumedCycles:
 
 
 def future_of(
-    plan: ClusterPlan, asked: Sequence[PlannedJob], seed: int, *, later_s: float = 0.0
-) -> Future:
+    plan: ClusterPlan, asked: Sequence[ProjectedJob], seed: int, *, later_s: float = 0.0
+) -> PlannedFuture:
     """The future of the plan's live jobs and of those `asked`, submitted `later_s` from now."""
     before_s = max(launch_s(plan), min(BEFORE_S_MAX, max(_ages(plan), default=0.0)))
     live = [_row(job, before_s, number) for number, job in enumerate(plan.jobs)]
@@ -101,7 +101,7 @@ def future_of(
         launch_s=launch_s(plan),
         detail="burst",
     )
-    return Future(
+    return PlannedFuture(
         scenario=scenario,
         before_s=before_s,
         tenants=tuple(map(_configured, plan.tenants)),
@@ -109,7 +109,7 @@ def future_of(
     )
 
 
-def cycles_from_now(future: Future, clock: Callable[[], float]) -> CycleFactory:
+def cycles_from_now(future: PlannedFuture, clock: Callable[[], float]) -> CycleFactory:
     """The cycle factory of a run of this future, which has this clock."""
     live = set(future.names)
 
@@ -158,7 +158,7 @@ def _ages(plan: ClusterPlan) -> list[float]:
     return [job.waited_s for job in plan.jobs if not job.has_gpus]
 
 
-def _row(job: PlannedJob, now_s: float, number: int) -> TraceJob:
+def _row(job: ProjectedJob, now_s: float, number: int) -> TraceJob:
     """The job as a row of a trace; `number` of a live one, -1: it is asked for."""
     submit_s = now_s
     if number >= 0:
@@ -188,7 +188,7 @@ ASKED = "asked"
 """The job that is asked about, among the jobs of a simulation; live ones have numbers."""
 
 
-def _segments(job: PlannedJob) -> tuple[TraceSegment, ...]:
+def _segments(job: ProjectedJob) -> tuple[TraceSegment, ...]:
     return tuple(
         TraceSegment(
             function="update",
@@ -200,7 +200,7 @@ def _segments(job: PlannedJob) -> tuple[TraceSegment, ...]:
     )
 
 
-def _rollouts(jobs: Sequence[PlannedJob]) -> RolloutGpus:
+def _rollouts(jobs: Sequence[ProjectedJob]) -> RolloutGpus:
     with_gpus = [job for job in jobs if job.rollout_gpus]
     if not with_gpus:
         return "outside"

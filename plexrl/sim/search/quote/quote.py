@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from plexrl.errors import CapacityError, OverloadedError
-from plexrl.scheduler.accounting.quoted_jobs import scale_of
+from plexrl.scheduler.jobs.quoted_jobs import scale_of
 from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan
 from plexrl.scheduler.state.demand.wait_intervals import interval
 from plexrl.sim.search.quote.planned_scenario import future_of

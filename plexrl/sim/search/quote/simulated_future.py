@@ -12,7 +12,7 @@ from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan
 from plexrl.sim.engine.simulate import CALLS_PER_CHECK
 from plexrl.sim.engine.trace_run import TraceRun
 from plexrl.sim.metrics.job_rows import JobRow
-from plexrl.sim.search.quote.planned_scenario import ASKED, Future, cycles_from_now
+from plexrl.sim.search.quote.planned_scenario import ASKED, PlannedFuture, cycles_from_now
 
 EVENTS_MAX = 100_000
 """Events of one future: a few seconds of computing."""
@@ -34,7 +34,7 @@ class FutureEnds:
     """The bound came first: `end_s` follows from the cycles until then."""
 
 
-def simulate_future(future: Future, plan: ClusterPlan, *, has_asked: bool) -> FutureEnds:
+def simulate_future(future: PlannedFuture, plan: ClusterPlan, *, has_asked: bool) -> FutureEnds:
     """Run a future of `plan` to the end of its last job, or to the bound.
 
     Raises:
@@ -56,7 +56,7 @@ def simulate_future(future: Future, plan: ClusterPlan, *, has_asked: bool) -> Fu
 
 
 def _run(
-    future: Future,
+    future: PlannedFuture,
     plan: ClusterPlan,
     rows: dict[str, JobRow],
     cycles: dict[str, list[float]],
@@ -85,7 +85,7 @@ def _run(
 
 
 def _add_asked(
-    found: FutureEnds, future: Future, row: JobRow | None, cycles: list[float], at_s: float
+    found: FutureEnds, future: PlannedFuture, row: JobRow | None, cycles: list[float], at_s: float
 ) -> None:
     """Add the figures of the asked job, whose row is None if it had not ended at `at_s`."""
     if row is None:
@@ -102,7 +102,7 @@ def _add_asked(
     found.gpu_hours = row.busy_gpu_hours + row.switch_gpu_hours
 
 
-def _add_cut(found: FutureEnds, future: Future, cycles: list[float], at_s: float) -> None:
+def _add_cut(found: FutureEnds, future: PlannedFuture, cycles: list[float], at_s: float) -> None:
     """As `_add_asked`, by the cycles until `at_s`."""
     if not cycles:
         raise OverloadedError(

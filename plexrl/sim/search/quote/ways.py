@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan, PlannedJob
+from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan, ProjectedJob
 from plexrl.sim.search.quote.simulated_future import FutureEnds
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Way:
 
     way: str
     """What differs, for people."""
-    job: PlannedJob
+    job: ProjectedJob
     later_s: float = 0.0
 
 
@@ -47,7 +47,7 @@ def other_ways(plan: ClusterPlan, base: Sequence[FutureEnds]) -> list[Way]:
     return ways
 
 
-def resized(job: PlannedJob, factor: float) -> PlannedJob:
+def resized(job: ProjectedJob, factor: float) -> ProjectedJob:
     """The job on `factor` times the training GPUs, whose work then takes 1 / `factor` of the time:
     the best case. Rollouts take as long as before."""
     gpus = round(job.gpus * factor)
