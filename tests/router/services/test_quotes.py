@@ -64,7 +64,7 @@ def test_a_second_quote_at_the_same_time_is_refused_with_a_time(
         await asyncio.sleep(0)
         error = await refusal(quotes, "u")
         assert isinstance(error, OverloadedError)
-        assert error.details["retry_after_s"] > 0
+        assert float(str(error.details["retry_after_s"])) > 0
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         # The slot is free again, and the child is gone: this call gets as far as its own child.
@@ -80,9 +80,9 @@ def test_a_tenant_is_refused_for_as_long_as_its_quote_took(
 
     async def talk(link: SchedulerLink) -> None:
         quotes = Quotes(link, module=module)
-        assert await quotes.answer("t", {"name": "a"}, None) == {}
+        assert not await quotes.answer("t", {"name": "a"}, None)
         assert isinstance(await refusal(quotes), OverloadedError)
-        assert await quotes.answer("u", {"name": "a"}, None) == {}
+        assert not await quotes.answer("u", {"name": "a"}, None)
 
     asyncio.run(with_scheduler(tmp_path, talk))
 
