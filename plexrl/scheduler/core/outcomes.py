@@ -236,13 +236,21 @@ def _new_work_failed(
     fail_operation(step, operation, error)
     if is_intact:
         deployment.wpg.processes.succeed()
-        if not deployment.work.running and deployment.wpg.residency is not _OFFLOADED:
-            deployment.demand.burst.pause(now)
+        if not deployment.work.running:
+            _wait_after_failure(deployment, now)
         effects.touch_all(deployment.placement.groups)
     else:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
+
+
+def _wait_after_failure(deployment: Deployment, now: float) -> None:
+    """The last run of a deployment failed: what is left of its queue waits for the group now."""
+    if deployment.wpg.residency is not _OFFLOADED:
+        deployment.demand.burst.pause(now)
+    if deployment.work.queue:
+        deployment.demand.burst.want(now)
 
 
 def _needs_load(operation: Operation, error: PlexRLError, is_intact: bool) -> bool:

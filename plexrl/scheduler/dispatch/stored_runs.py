@@ -125,6 +125,6 @@ def _start(step: Step, member: Deployment, operation: Operation) -> None:
     note_start(member, operation, now)
     # The estimate was of a wait for the group, which this run does not need: it is no error.
     operation.expected_at = operation.expected_within = None
-    if not member.work.queue:
-        member.demand.burst.stop_wanting()
+    # What is behind it waits for it, and for others only from its end on.
+    member.demand.burst.stop_wanting()
     send_run(step, member, operation)
