@@ -97,7 +97,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _interrupted(step, deployment, operation, event)
     else:
         has_stored = wpg.residency is _OFFLOADED and operation.kind is _OPTIM_STEP
-        if not has_stored:
+        if has_stored:
+            demand.estimates.observe_stored_step(event.compute_s)
+        else:
             demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         if event.peak_bytes:
             demand.observe_peak(event.peak_bytes)

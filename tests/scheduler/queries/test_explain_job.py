@@ -217,6 +217,8 @@ def test_the_interval_comes_from_recent_errors_and_survives_a_restart() -> None:
     for job in ("a", "b"):
         submit(cluster, job)
     cluster.settle()
+    both_submit(cluster, 0)
+    cluster.settle()
     cold = both_submit(cluster, 1)
     assert cold["eta_s"]
     assert (cold["eta_low_s"], cold["eta_high_s"]) == (cold["eta_s"] / 2, cold["eta_s"] * 2)
