@@ -6,9 +6,10 @@ after the step, so either all of them have made the next version or none counts.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from plexrl.errors import ConflictError, StaleTokenError
+from plexrl.errors import ConflictError, PlexRLError, StaleTokenError
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.wire.messages import SaveRequest
@@ -56,6 +57,9 @@ class StoredSteps:
             self._agree(lambda: steps[0].save(order, parts))
         except BaseException:
             for step in steps:
+                # What one rank has stored alone is of no use, and counts in the tenant's quota.
+                with suppress(PlexRLError):
+                    step.undo()
                 step.end()
             raise
         steps[0].end()
