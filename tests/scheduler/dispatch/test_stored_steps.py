@@ -15,14 +15,15 @@ from plexrl.wire.operations import OperationKind
 from tests.scheduler.dispatch.test_stored_saves import gpu_seconds, kinds, run_of
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import Clock
+from tests.scheduler.placement.test_shared_rollouts import busy
 
 
-def two_jobs(*, in_host: bool = True, gpus: int = 4, **settings: object) -> FakeCluster:
-    cluster = FakeCluster(**settings)
+def two_jobs(*, in_host: bool = True, gpus: int = 4, **fields: object) -> FakeCluster:
+    cluster = FakeCluster()
     cluster.start_node(gpus)
     for job in ("a", "b"):
         cluster.job(job)
-        cluster.deploy(f"{job}/actor", steps_in_host=in_host)
+        cluster.deploy(f"{job}/actor", steps_in_host=in_host, **fields)
     cluster.settle()
     return cluster
 
@@ -228,6 +229,20 @@ def test_a_deployment_that_pauses_and_never_publishes_ends_its_bursts_with_a_ste
     cluster.execute(run_of(cluster, "a:last"))
     kind = "optim_step" if publishes else "offload"
     assert kinds(cluster) == [(kind, "a/actor")]
+
+
+def test_the_first_step_of_a_declared_cycle_is_made_under_the_lock() -> None:
+    """A publish may follow, for which the state would be loaded again."""
+    cluster = two_jobs(trace=busy(0.05, period_s=600.0))
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.run_until("a:1")
+    cluster.submit("s:1", "a/actor", "optim_step")
+    cluster.submit("b:1", "b/actor", "forward_backward")
+    cluster.execute(run_of(cluster, "a:1"))
+    assert kinds(cluster) == [("optim_step", "a/actor")]
+    cluster.submit("p:1", "a/actor", "publish")
+    cluster.execute(run_of(cluster, "s:1"))
+    assert kinds(cluster) == [("publish", "a/actor")]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def run(rank: int, case: Case, way: str, folder: str, listen: str) -> None:
             unsaved(own)
         result = own.step_stored() if way == "stored" else own.step_loaded()
         record.append((contents(own.trains), result.result))
+    assert (max(priorities()) > min(priorities())) == (way in ("stored", "unsaved"))
     torch.save(record, f"{folder}/{way}.{rank}.pt")
     own.client.close()
     dist.barrier()
@@ -162,3 +163,9 @@ def unsaved(own: StoredRank) -> None:
     own.mover._register(1)
     with pytest.raises(StateLostError):
         own.client.load(seq=own.seq + 1, token=1, previous_seq=0, base_seq=0)
+
+
+def priorities() -> list[int]:
+    """Nice values of this process's threads."""
+    threads = Path("/proc/self/task").iterdir()
+    return [os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads]
