@@ -25,7 +25,7 @@ PROBLEMS_MAX = 8
 """Most problems that are shown, so that the numbers below them stay on the screen."""
 
 
-class Problem(NamedTuple):
+class StatusProblem(NamedTuple):
     """One thing that is wrong."""
 
     code: str
@@ -59,26 +59,28 @@ def show_status(found: "StatusView") -> None:
     print_table("The cluster", ("what", "value"), list(_numbers(found)))
 
 
-def problems(found: "StatusView") -> Iterator[Problem]:
+def problems(found: "StatusView") -> Iterator[StatusProblem]:
     """What is wrong with the cluster, as `plexrl status` and `plexrl doctor` say it."""
     for condition in found["conditions"]:
-        yield Problem(condition["code"], condition["since"], condition.get("message", ""))
+        yield StatusProblem(condition["code"], condition["since"], condition.get("message", ""))
     for name, part in found.get("parts", {}).items():
         since = part["down_since"] or part["stuck_since"]
         if since is not None:
             state = "has ended" if part["down_since"] else "does not answer"
-            yield Problem("part", since, f"{name} {state}")
+            yield StatusProblem("part", since, f"{name} {state}")
     if impossible := found["deployments_impossible"]:
         what = f"{impossible} deployments ask for more than the nodes in service can give"
-        yield Problem("impossible", None, f"{what}; plexrl explain JOB")
+        yield StatusProblem("impossible", None, f"{what}; plexrl explain JOB")
     if error := found.get("snapshot_error"):
-        yield Problem("snapshot_error", None, error)
+        yield StatusProblem("snapshot_error", None, error)
     broker = found.get("events")
     if broker is not None and not broker["connected"]:
-        yield Problem("event_broker", None, f"not connected: {broker['error'] or 'not tried yet'}")
+        yield StatusProblem(
+            "event_broker", None, f"not connected: {broker['error'] or 'not tried yet'}"
+        )
 
 
-def _row(problem: Problem) -> tuple[str, str, str]:
+def _row(problem: StatusProblem) -> tuple[str, str, str]:
     since = "" if problem.since is None else local_time(problem.since)
     return problem.code, since, problem.what
 
