@@ -32,9 +32,9 @@ from plexrl.router.http.routes import (
     deployments,
     jobs,
     operations,
-    rollout_views,
     rollouts,
     streams,
+    tenants,
 )
 from plexrl.router.http.schemas import Limited
 from plexrl.wire.operations import (
@@ -236,7 +236,7 @@ def test_every_number_of_a_request_body_is_in_the_table() -> None:
 
 def test_every_number_of_a_query_or_path_is_in_the_table() -> None:
     subjects = (
-        *(asynchronous_rollouts, cluster, deployments, jobs, operations, rollout_views),
+        *(asynchronous_rollouts, cluster, deployments, jobs, operations),
         *(rollouts, streams),
     )
     seen, missing = 0, []

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from plexrl.access import AccessRole, KeyScope
 from plexrl.limits import LIMITS, SAMPLES_MAX
 from plexrl.model.spec import Head
 from plexrl.process.plain_text import is_plain
@@ -76,6 +77,30 @@ class TenantRequest(_Strict):
     """A tenant to create."""
 
     name: str = Field(description="letters, digits, '.', '_' and '-'")
+
+
+USER = r"^[!-~]{0,200}$"
+"""Names of users: those of identity providers, such as addresses, without spaces."""
+
+
+class KeyRequest(_Strict):
+    """An API key to create."""
+
+    role: Annotated[
+        AccessRole | None,
+        Field(
+            description="`operator` or `viewer` for the operator's tenant, `admin` or `member` for "
+            "another one; absent: `operator`, or `member`",
+        ),
+    ] = None
+    user: Annotated[str, Field(pattern=USER, description="who answers for what the key does")] = ""
+    name: Annotated[
+        str, Field(pattern=USER, description="what it is for, if it is not a person's")
+    ] = ""
+    scope: Annotated[KeyScope, Field(description="the part of its role's rights that it has")] = (
+        KeyScope.ALL
+    )
+    valid_s: Annotated[float | None, Limited("key", "valid_s")] = None
 
 
 class TenantSettings(_Strict):

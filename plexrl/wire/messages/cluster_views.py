@@ -101,6 +101,8 @@ class SharingView(TypedDict):
     tenant: TenantId
     job: JobId
     name: str
+    user: NotRequired[str]
+    """Who submitted the job; empty: nobody in particular, absent: from an earlier version."""
     reserved_gpu_seconds: float
     """GPU time of its groups, counted as if each deployment had been the only member."""
     waited_gpu_seconds: float
@@ -284,6 +286,8 @@ class UsageView(TypedDict):
     tenant: TenantId
     job: JobId
     name: str
+    user: NotRequired[str]
+    """As in `SharingView`."""
     kind: str
     operations: int
     failed: int
@@ -299,6 +303,16 @@ class KeyView(TypedDict):
     key: str
     created_at: float | None
     """None: unknown."""
+    role: str
+    """One of `plexrl.access.AccessRole`."""
+    user: str
+    """Who answers for what it does; empty: nobody in particular."""
+    name: str
+    """What it is for; empty: it is a person's."""
+    scope: str
+    """One of `plexrl.access.KeyScope`."""
+    expires_at: float | None
+    """None: never."""
 
 
 class UsedKeyView(KeyView):
@@ -323,6 +337,26 @@ class NewKeyView(TypedDict):
     """Its id."""
     api_key: str
     """The key itself, which is shown only once."""
+
+
+class WhoAmIView(TypedDict):
+    """Whose an API key is, and what it may do."""
+
+    tenant: TenantId
+    user: str
+    role: str
+    """One of `plexrl.access.AccessRole`."""
+    scope: str
+    """One of `plexrl.access.KeyScope`."""
+    key: str
+    """Id of the key."""
+
+
+class AuditLines(TypedDict):
+    """Lines of the audit log, newest first."""
+
+    lines: list[dict[str, Any]]
+    """As `plexrl.router.observe.audit_log` says."""
 
 
 class NewTenantView(TypedDict):
@@ -377,9 +411,18 @@ class KeyOwnerView(TypedDict):
 
     tenant: TenantId
     is_operator: bool
+    """Whether it may do everything."""
     job: NotRequired[JobId | None]
     """The job whose OpenAI-compatible endpoints are all that the key opens; None, and absent from
     schedulers of earlier versions: it is a key of the tenant."""
+    role: NotRequired[str]
+    """One of `plexrl.access.AccessRole`; absent from schedulers of earlier versions, as are the
+    next fields."""
+    user: NotRequired[str]
+    scope: NotRequired[str]
+    """One of `plexrl.access.KeyScope`."""
+    valid_s: NotRequired[float | None]
+    """Seconds after which the key is not valid any more; None: no limit."""
 
 
 class ModelRootsView(TypedDict):

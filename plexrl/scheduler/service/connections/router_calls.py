@@ -180,6 +180,7 @@ class RouterCalls:
                 expected_s=call.expected_s,
                 slo=call.slo,
                 controller=call.controller,
+                user=call.user,
                 halts_on_failure=True,
             )
         )
