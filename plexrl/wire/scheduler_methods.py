@@ -7,8 +7,8 @@ when they arrive: a newer scheduler may say more.
 
 from typing import Generic, TypeVar
 
+from plexrl.access import AddedKeyView, KeyOwnerView, Keys
 from plexrl.wire.messages.cluster_views import (
-    AddedKeyView,
     CheckpointOwnerView,
     ClusterView,
     ConditionsView,
@@ -16,8 +16,6 @@ from plexrl.wire.messages.cluster_views import (
     EtaQualityView,
     ForgottenNode,
     Groups,
-    KeyOwnerView,
-    Keys,
     ModelRootsView,
     NeedlessPayloadsView,
     Nodes,

@@ -8,6 +8,8 @@ from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
+from plexrl.access import NewKeyView, UsedKeyView
+from plexrl.client.blocking.access import AccessControl, tenant_path
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
 from plexrl.client.calls.routes import check_router
@@ -24,8 +26,6 @@ from plexrl.wire.messages.cluster_views import (
     DescribedTenantView,
     Groups,
     GroupView,
-    Keys,
-    NewKeyView,
     NewTenantView,
     Nodes,
     NodeView,
@@ -33,7 +33,6 @@ from plexrl.wire.messages.cluster_views import (
     StatusView,
     UsageReport,
     UsageView,
-    UsedKeyView,
 )
 from plexrl.wire.messages.node_queries import JobCheckpoints
 from plexrl.wire.messages.overview_views import ClusterOverview, QueueView
@@ -277,6 +276,11 @@ class Cluster:
         found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["sharing"]
 
+    @property
+    def access(self) -> AccessControl:
+        """Keys and users, and the audit log."""
+        return AccessControl(self._transport)
+
     def tenants(self) -> list[DescribedTenantView]:
         """All tenants with their weights, their quotas and what they hold (operator only)."""
         found: DescribedTenants = self._transport.ask("GET", "/v1/tenants")
@@ -331,7 +335,7 @@ class Cluster:
         settings = {key: value for key, value in named.items() if value is not UNSET}
         check_numbers("tenant", settings)
         changed: DescribedTenantView = self._transport.ask(
-            "PATCH", _tenant_path(name), body=settings
+            "PATCH", tenant_path(name), body=settings
         )
         return changed
 
@@ -339,18 +343,16 @@ class Cluster:
         """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
         of creation and its last use since the start of the scheduler, to about a minute; never the
         key itself."""
-        found: Keys = self._transport.ask("GET", f"{_tenant_path(name)}/keys")
-        return found["keys"]
+        return self.access.keys(name)
 
     def rotate_key(self, name: str) -> NewKeyView:
         """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
         is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
-        made: NewKeyView = self._transport.ask("POST", f"{_tenant_path(name)}/keys")
-        return made
+        return self.access.create_key(name)
 
     def revoke_key(self, name: str, key: str) -> None:
         """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
-        self._transport.ask("DELETE", f"{_tenant_path(name)}/keys/{quote(key, safe='')}")
+        self.access.revoke_key(name, key)
 
     def drain(self, node: str) -> NodeView:
         """Move all work off the node named `node` (operator only). Each deployment moves between
@@ -400,10 +402,6 @@ class Cluster:
         is_new = self._former_jobs is not None
         jobs = self.jobs() if self._former_jobs is None else self._former_jobs
         warn_of_former_jobs(self._transport, jobs, is_new=is_new)
-
-
-def _tenant_path(name: str) -> str:
-    return f"/v1/tenants/{quote(name, safe='')}"
 
 
 def connect(

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from plexrl.access import OPERATORS, AccessRole, KeyScope
+from plexrl.access import OPERATORS, AccessRole, KeyOwnerView, KeyScope
 from plexrl.errors import AuthenticationError
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.wire import scheduler_methods as m
 from plexrl.wire.links.handshakes import client_network
-from plexrl.wire.messages.cluster_views import KeyOwnerView
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
+from plexrl.access import KeyView
 from plexrl.ids import BlobRef, DeploymentId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.accounting.holdings import Holdings
@@ -34,7 +35,6 @@ from plexrl.wire.messages.cluster_views import (
     ClusterTotals,
     ClusterView,
     GroupView,
-    KeyView,
     NodeView,
     ServiceLevelView,
     TenantView,

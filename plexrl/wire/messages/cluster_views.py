@@ -6,6 +6,7 @@ these types.
 
 from typing import Any, NotRequired, TypedDict
 
+from plexrl.access import KeyView
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -297,68 +298,6 @@ class UsageView(TypedDict):
     """A deployment of the job is paced: its GPUs computed nothing."""
 
 
-class KeyView(TypedDict):
-    """One API key."""
-
-    key: str
-    created_at: float | None
-    """None: unknown."""
-    role: str
-    """One of `plexrl.access.AccessRole`."""
-    user: str
-    """Who answers for what it does; empty: nobody in particular."""
-    name: str
-    """What it is for; empty: it is a person's."""
-    scope: str
-    """One of `plexrl.access.KeyScope`."""
-    expires_at: float | None
-    """None: never."""
-
-
-class UsedKeyView(KeyView):
-    """One API key and its use."""
-
-    last_used_at: float | None
-    """Since the start of the scheduler, to about a minute; None: not used."""
-
-
-class AddedKeyView(TypedDict):
-    """The scheduler has taken an API key."""
-
-    key: str
-    """Its id."""
-
-
-class NewKeyView(TypedDict):
-    """An API key that was just made."""
-
-    tenant: TenantId
-    key: str
-    """Its id."""
-    api_key: str
-    """The key itself, which is shown only once."""
-
-
-class WhoAmIView(TypedDict):
-    """Whose an API key is, and what it may do."""
-
-    tenant: TenantId
-    user: str
-    role: str
-    """One of `plexrl.access.AccessRole`."""
-    scope: str
-    """One of `plexrl.access.KeyScope`."""
-    key: str
-    """Id of the key."""
-
-
-class AuditLines(TypedDict):
-    """Lines of the audit log, newest first."""
-
-    lines: list[dict[str, Any]]
-    """As `plexrl.router.observe.audit_log` says."""
-
-
 class NewTenantView(TypedDict):
     """A tenant that was just made."""
 
@@ -404,25 +343,6 @@ class CheckpointOwnerView(TypedDict):
     checkpoints_max: int | None
     checkpoint_bytes_max: int | None
     jobs: list[JobId]
-
-
-class KeyOwnerView(TypedDict):
-    """The owner of an API key."""
-
-    tenant: TenantId
-    is_operator: bool
-    """Whether it may do everything."""
-    job: NotRequired[JobId | None]
-    """The job whose OpenAI-compatible endpoints are all that the key opens; None, and absent from
-    schedulers of earlier versions: it is a key of the tenant."""
-    role: NotRequired[str]
-    """One of `plexrl.access.AccessRole`; absent from schedulers of earlier versions, as are the
-    next fields."""
-    user: NotRequired[str]
-    scope: NotRequired[str]
-    """One of `plexrl.access.KeyScope`."""
-    valid_s: NotRequired[float | None]
-    """Seconds after which the key is not valid any more; None: no limit."""
 
 
 class ModelRootsView(TypedDict):
@@ -497,12 +417,6 @@ class DescribedTenants(TypedDict):
     """Tenants, with their checkpoints."""
 
     tenants: list[DescribedTenantView]
-
-
-class Keys(TypedDict):
-    """API keys of a tenant, oldest first."""
-
-    keys: list[UsedKeyView]
 
 
 class UsageReport(TypedDict):

@@ -88,6 +88,7 @@ async def start(request: Request, services: Services, body: RunRequest) -> RunVi
     spec = RunSpec(
         run=f"run-{secrets.token_hex(5)}",
         tenant=caller.tenant,
+        user=caller.user,
         script=body.script,
         files=files,
         arguments=tuple(body.arguments),

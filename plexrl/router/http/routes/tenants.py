@@ -6,28 +6,91 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
+from plexrl.access import AccessRole, AuditLines, Keys, KeyScope, NewKeyView, WhoAmIView
 from plexrl.ids import TenantId
 from plexrl.process.folders.durable_files import rename_durably
 from plexrl.process.folders.operator_key import NAME, new_api_key, stage_private
-from plexrl.router.http.schemas import KeyRequest, Limited, TenantRequest, TenantSettings
+from plexrl.router.http.schemas import Directory, Limited, Strict
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.observe.audit_log import read_audit
 from plexrl.router.services.authentication import key_digest
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire import scheduler_methods as m
-from plexrl.wire.messages.cluster_views import (
-    AuditLines,
-    DescribedTenants,
-    DescribedTenantView,
-    Keys,
-    NewKeyView,
-    NewTenantView,
-    WhoAmIView,
-)
+from plexrl.wire.messages.cluster_views import DescribedTenants, DescribedTenantView, NewTenantView
 from plexrl.wire.parameter_checks import check_name
 
 ROUTES = APIRouter(prefix="/v1", tags=["tenants"], route_class=ViewRoute)
+USER = r"^[!-~]{0,200}$"
+"""Names of users: those of identity providers, such as addresses, without spaces."""
+
+
+class TenantRequest(Strict):
+    """A tenant to create."""
+
+    name: str = Field(description="letters, digits, '.', '_' and '-'")
+
+
+class KeyRequest(Strict):
+    """An API key to create."""
+
+    role: Annotated[
+        AccessRole | None,
+        Field(
+            description="`operator` or `viewer` for the operator's tenant, `admin` or `member` for "
+            "another one; absent: `operator`, or `member`",
+        ),
+    ] = None
+    user: Annotated[str, Field(pattern=USER, description="who answers for what the key does")] = ""
+    name: Annotated[
+        str, Field(pattern=USER, description="what it is for, if it is not a person's")
+    ] = ""
+    scope: Annotated[KeyScope, Field(description="the part of its role's rights that it has")] = (
+        KeyScope.ALL
+    )
+    valid_s: Annotated[float | None, Limited("key", "valid_s")] = None
+
+
+class TenantSettings(Strict):
+    """Changes to a tenant's weight, quotas and highest priority. An absent field stays as it is;
+    null removes a quota."""
+
+    weight: Annotated[float, Limited("tenant", "weight")] = Field(
+        1.0,
+        description="share of the cluster relative to the other tenants' weights",
+    )
+    jobs_max: Annotated[int | None, Limited("tenant", "jobs_max")] = Field(
+        None, description="jobs that hold GPUs at the same time"
+    )
+    gpus_max: Annotated[int | None, Limited("tenant", "gpus_max")] = Field(
+        None, description="GPUs held at the same time"
+    )
+    gpu_seconds_max: Annotated[float | None, Limited("tenant", "gpu_seconds_max")] = Field(
+        None, description="GPU-seconds in total; after that new work is refused"
+    )
+    live_jobs_max: Annotated[int | None, Limited("tenant", "live_jobs_max")] = Field(
+        None, description="jobs that have not ended; null: the cluster's bound"
+    )
+    checkpoints_max: Annotated[int | None, Limited("tenant", "checkpoints_max")] = Field(
+        None, description="checkpoints on the shared disk; null: the cluster's bound"
+    )
+    checkpoint_bytes_max: Annotated[int | None, Limited("tenant", "checkpoint_bytes_max")] = Field(
+        None, description="bytes of them; null: the cluster's bound"
+    )
+    priority_max: Annotated[int, Limited("tenant", "priority_max")] = Field(
+        0, description="highest priority of the tenant's jobs"
+    )
+    slo: Annotated[float | None, Limited("tenant", "slo")] = Field(
+        None, description="`slo` of jobs that name none; null: the cluster's `waiting_part_max`"
+    )
+    model_roots: list[Directory] = Field(
+        [],
+        max_length=64,
+        description="directories below which the tenant may load models, beside the cluster's",
+    )
+
+
 PLAIN_KEY = KeyRequest()
 
 

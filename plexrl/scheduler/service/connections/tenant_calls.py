@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from plexrl import access
 from plexrl.access import AccessRole
 from plexrl.errors import (
     ConflictError,
@@ -65,7 +66,7 @@ class TenantCalls:
             )
         )
 
-    async def _authenticate(self, call: calls.Authenticate) -> cv.KeyOwnerView:
+    async def _authenticate(self, call: calls.Authenticate) -> access.KeyOwnerView:
         now = self._now()
         owner = self._core.authenticate(call.key_digest, now)
         if owner.job is None:
@@ -124,13 +125,13 @@ class TenantCalls:
         check_manager(scope, call)
         return self._tenant(call.name)
 
-    async def _list_keys(self, scope: Scope, call: calls.ManagedTenant) -> cv.Keys:
+    async def _list_keys(self, scope: Scope, call: calls.ManagedTenant) -> access.Keys:
         check_manager(scope, call)
         used_at = self._shell.keys_used_at
         keys = self._tenant(call.name)["keys"]
         return {"keys": [{**key, "last_used_at": used_at.get(key["key"])} for key in keys]}
 
-    async def _add_key(self, scope: Scope, call: calls.AddKey) -> cv.AddedKeyView:
+    async def _add_key(self, scope: Scope, call: calls.AddKey) -> access.AddedKeyView:
         check_manager(scope, call)
         role = call.role
         if role is None:
