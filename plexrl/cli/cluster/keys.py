@@ -119,7 +119,7 @@ def whoami(access: Access, output: Output) -> None:
     output.table(cells, [found], found)
 
 
-class Outcome(StrEnum):
+class AuditOutcome(StrEnum):
     DONE = "done"
     REFUSED = "refused"
     FAILED = "failed"
@@ -131,7 +131,7 @@ def audit(
     tenant: Annotated[str | None, typer.Option(help="Of this tenant.")] = None,
     user: Annotated[str | None, typer.Option(help="Of this user.")] = None,
     target: Annotated[str | None, typer.Option(help="With this in the path.")] = None,
-    outcome: Annotated[Outcome | None, typer.Option(help="With this outcome.")] = None,
+    outcome: Annotated[AuditOutcome | None, typer.Option(help="With this outcome.")] = None,
     hours: Annotated[
         float | None, typer.Option(help="Of the last hours.", min=_HOURS.least, max=_HOURS.most)
     ] = None,
