@@ -16,9 +16,9 @@ from plexrl.client.asynchronous.deployment_kinds import (
     AsyncTrainDeployment,
 )
 from plexrl.client.asynchronous.job import AsyncJob
-from plexrl.client.blocking.access import OpenAIAccess
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.client.blocking.cluster import Cluster, connect
+from plexrl.client.blocking.deployment import OpenAIAccess
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,

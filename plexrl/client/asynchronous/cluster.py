@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
-from plexrl.client.blocking.access import AccessControl
+from plexrl.client.blocking.administration import AccessControl
 from plexrl.client.blocking.cluster import (
     FIRST_CALL,
     SILENCE_S_MAX,
@@ -22,6 +22,7 @@ from plexrl.client.calls.routes import check_router
 from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.first_contact import FirstContact
+from plexrl.client.profiling.job_quotes import JobQuotes
 
 
 class AsyncAccessControl:
@@ -74,6 +75,11 @@ class AsyncCluster:
         """As `Cluster.runs`; its methods block."""
         return self._sync.runs
 
+    @property
+    def quotes(self) -> JobQuotes:
+        """As `Cluster.quotes`; its methods block."""
+        return self._sync.quotes
+
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
     jobs = in_thread(Cluster.jobs)
@@ -86,6 +92,7 @@ class AsyncCluster:
     queue = in_thread(Cluster.queue)
     operations = in_thread(Cluster.operations)
     usage = in_thread(Cluster.usage)
+    quoted = in_thread(Cluster.quoted)
     sharing = in_thread(Cluster.sharing)
     tenants = in_thread(Cluster.tenants)
     create_tenant = in_thread(Cluster.create_tenant)

@@ -5,8 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plexrl.client.blocking.access import OpenAIAccess, open_access, read_captured
-from plexrl.client.blocking.deployment import Deployment
+from plexrl.client.blocking.deployment import Deployment, OpenAIAccess, open_access, read_captured
 from plexrl.client.blocking.judges import (
     Answers,
     ask_for_probabilities,

@@ -62,6 +62,7 @@ from plexrl.router.services.authentication import KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.error_responses import error_for, error_response
 from plexrl.router.services.guarded_route import include_guarded
+from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.services import RouterServices
 from plexrl.router.services.shutdown import RetryOnShutdown
 from plexrl.statemanager.checkpoint.places.choice import root_at
@@ -213,6 +214,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         disconnects=CancelOnDisconnect(scheduler),
         health=health,
         overviews=Overviews(scheduler, health),
+        quotes=Quotes(scheduler),
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,

@@ -106,6 +106,7 @@ class JobRequest(Strict):
         default=True,
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
+    quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
 
 
 class FinishRequest(Strict):

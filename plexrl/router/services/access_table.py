@@ -106,6 +106,7 @@ ROWS: Mapping[str, Rule] = {
     # Jobs
     "GET /v1/jobs": READ,
     "POST /v1/jobs": CHANGE,
+    "POST /v1/jobs/quote": READ,
     f"GET {_JOB}": READ,
     f"GET {_JOB}/explain": READ,
     f"GET {_JOB}/times": READ,
