@@ -283,6 +283,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
     "result": {"timeout_s": _PATIENCE},
     "queue": {"limit": _count(1, 100)},
+    "key": {"valid_s": _maybe(Bounds(1, _YEARS_DAYS * 86_400))},
+    "audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "page": {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
@@ -370,6 +372,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "nvme_bytes": _count(1, MEMORY_MAX),
     },
     "plexrl node token": {"uses": _count(1, 1_000_000)},
+    "plexrl keys create": {"days": _maybe(Bounds(1 / 1440, _YEARS_DAYS))},
+    "plexrl audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "plexrl tenants set": {
         "weight": _maybe(Bounds(1e-6, 1e6)),
         "priority_max": _maybe(_count(-100, 100)),

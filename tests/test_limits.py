@@ -32,9 +32,9 @@ from plexrl.router.http.routes import (
     deployments,
     jobs,
     operations,
-    rollout_views,
     rollouts,
     streams,
+    tenants,
 )
 from plexrl.router.http.schemas import Limited
 from plexrl.wire.operations import (
@@ -223,8 +223,9 @@ def test_the_scan_of_the_sdk_sees_a_new_number() -> None:
 def test_every_number_of_a_request_body_is_in_the_table() -> None:
     models = [
         found
-        for _, found in inspect.getmembers(schemas, inspect.isclass)
-        if issubclass(found, BaseModel) and found.__module__ == schemas.__name__
+        for module in (schemas, tenants)
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if issubclass(found, BaseModel) and found.__module__ == module.__name__
     ]
     missing = [
         f"{model.__name__}.{name}"
@@ -240,8 +241,8 @@ def test_every_number_of_a_request_body_is_in_the_table() -> None:
 
 def test_every_number_of_a_query_or_path_is_in_the_table() -> None:
     subjects = (
-        *(asynchronous_rollouts, cluster, deployments, jobs, operations, rollout_views),
-        *(rollouts, streams),
+        *(asynchronous_rollouts, cluster, deployments, jobs, operations),
+        *(rollouts, streams, tenants),
     )
     seen, missing = 0, []
     for subject in subjects:
@@ -419,7 +420,8 @@ def test_the_seed_of_a_model_is_a_whole_number(seed: Any) -> None:
 
 BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "job": (schemas.JobRequest, {"job": "j", "name": "n"}),
-    "tenant": (schemas.TenantSettings, {}),
+    "tenant": (tenants.TenantSettings, {}),
+    "key": (tenants.KeyRequest, {}),
     "deployment": (schemas.DeploymentRequest, {"name": "n", "kind": "train", "model": {}}),
     "lora": (schemas.LoraRequest, {"rank": 1}),
     "layout": (schemas.ParallelismRequest, {}),

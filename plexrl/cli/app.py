@@ -57,8 +57,10 @@ PANELS: Panels = {
         "groups": ("cluster.nodes:groups", "Node groups: holders, members, switches (operator)."),
         "tenants": (
             "cluster.tenants:tenants_app",
-            "Tenants, API keys, weights, quotas (operator).",
+            "Tenants, weights, quotas (operator).",
         ),
+        "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
+        "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
