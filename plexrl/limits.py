@@ -320,6 +320,10 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl history events": {
+        "since_hours": Bounds(0, SECONDS_MAX),
+        "until_hours": Bounds(0, SECONDS_MAX),
+    },
     "plexrl up": {
         "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),

@@ -59,6 +59,7 @@ PANELS: Panels = {
             "Tenants, API keys, weights, quotas (operator).",
         ),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
+        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

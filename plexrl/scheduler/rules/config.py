@@ -120,7 +120,7 @@ class SchedulerConfig:
     archive_days: float = 7.0
     """How long archived events are kept; 0: nothing is archived."""
     archive_bytes_max: int = 2 << 30
-    """Maximum bytes of the archive, of which the oldest go first: about 25 million events."""
+    """Maximum bytes of the archive, of which the oldest go first: about 15 million operations."""
     lease_s: float = 10.0
     """Silence of the leader after which a standby takes over: longer than a slow disk or a busy
     machine delays the leader, short compared with client timeouts. Without a standby it has no

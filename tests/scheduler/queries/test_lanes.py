@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.ids import GroupId, JobId, TenantId
+from plexrl.ids import DeploymentId, GroupId, JobId, TenantId
 from plexrl.scheduler.queries.overview.lanes import RUNS_PER_STEP, LanesReader
 from plexrl.scheduler.queries.overview.runs import GroupRun, RunGroup, RunJob
 from plexrl.scheduler.queries.overview.spans import LaneBand, Run, merge, uncovered, union
@@ -14,11 +14,14 @@ from plexrl.wire.messages.overview_views import (
     LANES_MAX,
     SEVERAL_JOBS,
     SPANS_PER_LANE,
+    STORED,
     WORK,
     LanesView,
     Span,
 )
 from tests.examples import examples
+from tests.scheduler.dispatch.test_spanning import two_trainings
+from tests.scheduler.dispatch.test_stored_steps import cluster_with_gradients
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.queries.shared_group import two_jobs_on_one_group
 
@@ -274,3 +277,33 @@ def test_an_endless_row_of_short_runs_stays_a_bounded_answer() -> None:
     merge(runs, 1000.0 / SPANS_PER_LANE, numbers.__getitem__, spans)
     assert len(spans) <= 2 * SPANS_PER_LANE
     assert {span[2] for span in spans} == {SEVERAL_JOBS}
+
+
+def test_a_stored_run_is_drawn_as_such_and_makes_no_gpu_busy() -> None:
+    cluster = cluster_with_gradients()
+    cluster.submit("a:2", "a/actor", "optim_step")
+    cluster.pass_time(50.0)
+    (step,) = [run for run in cluster.runs if run.operation == "a:2"]
+    cluster.execute(step)
+    view = read_lanes(cluster)
+    (lane,) = view["lanes"]
+    stored = [span for span in lane["spans"] if span[3] == STORED]
+    assert [view["jobs"][span[2]]["job"] for span in stored] == ["a"]
+    assert sum(end - begin for begin, end, _, _ in stored) >= 50.0
+
+
+def test_a_run_over_several_groups_is_on_each_of_them() -> None:
+    cluster = two_trainings()
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.run_until("a:1")
+    cluster.pass_time(20.0)
+    cluster.execute(cluster.runs[0])
+    groups = cluster.core.cluster.state.deployments[DeploymentId("a/actor")].placement.groups
+    assert len(groups) == 3
+    view = read_lanes(cluster)
+    shown = {
+        lane["group"]
+        for lane in view["lanes"]
+        if any(view["jobs"][span[2]]["job"] == "a" and span[3] == WORK for span in lane["spans"])
+    }
+    assert shown >= set(groups)
