@@ -3,6 +3,7 @@ answers, and the model goes on."""
 
 from plexrl.environments.adapters.interactive import GymEnvironment, OpenEnvEnvironment
 from plexrl.environments.adapters.tasks import dataset_tasks, reasoning_gym_tasks
+from plexrl.environments.adapters.verifiers import VerifiersEnvironment, VerifiersTasks
 from plexrl.environments.environment import Environment, Message, Observation, Step
 from plexrl.environments.roll_out import roll_out
 from plexrl.environments.texts import ChatText, PlainText, TurnText
@@ -23,6 +24,8 @@ __all__ = [
     "ToolEnvironment",
     "Trajectory",
     "TurnText",
+    "VerifiersEnvironment",
+    "VerifiersTasks",
     "dataset_tasks",
     "read_tool_calls",
     "reasoning_gym_tasks",

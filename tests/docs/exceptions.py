@@ -17,7 +17,7 @@ PARSED = {
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
     "plexrl run ": "needs a tenant's key and a cluster with runs; tests/runs has one",
     "plexrl runs ": "as `plexrl run`",
-    "plexrl logs -f RUN": "as `plexrl run`",
+    "plexrl logs -f ": "ends with its job; tests/cluster/training/test_run_records.py",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",
     "gpu_check.sh ": "needs what `make gpu-kit` packed, and a GPU; run by hand",

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import plexrl
-from plexrl.environments import Environment, PlainText, Step, Trajectory, roll_out
+from plexrl.environments import (
+    Environment,
+    PlainText,
+    Step,
+    Trajectory,
+    VerifiersTasks,
+    roll_out,
+)
 from plexrl.errors import DeadlineExceededError, InvalidRequestError
 
 VOCABULARY = "abcdefgh:"
@@ -166,3 +173,33 @@ def test_text_outside_the_vocabulary_ends_the_trajectory(
 def test_a_seed_is_needed(rollout: plexrl.RolloutDeployment) -> None:
     with pytest.raises(InvalidRequestError, match="seed is missing"):
         roll_out(rollout, [], PlainText(TOKENIZER), sampling=plexrl.SamplingParams())
+
+
+def test_rubrics_of_verifiers_score_what_a_live_model_draws(
+    rollout: plexrl.RolloutDeployment,
+) -> None:
+    pytest.importorskip("verifiers.clients", reason="pip install 'plexrl[verifiers]'")
+    verifiers = pytest.importorskip("verifiers")
+    datasets = pytest.importorskip("datasets")
+
+    class Echoing(verifiers.MultiTurnEnv):  # type: ignore[misc,name-defined]  # it has no types here
+        async def env_response(self, *_: Any, **__: Any) -> Any:
+            return [{"role": "user", "content": OUTPUT}]
+
+    def letters(completion: Any) -> float:
+        replies = [each["content"] for each in completion if each["role"] == "assistant"]
+        return float(len("".join(replies)))
+
+    questions = [{"question": "abcdefgh" * 4 + letter} for letter in "ab"]
+    source = Echoing(
+        max_turns=2,
+        dataset=datasets.Dataset.from_list(questions),
+        rubric=verifiers.Rubric(funcs=[letters]),
+    )
+    with VerifiersTasks(source) as tasks:
+        played = play(rollout, tasks.environments(samples=2))
+    assert [(each.ended, each.turns) for each in played] == [("done", 2)] * 4
+    for trajectory in played:
+        drawn = [t for t, mask in zip(trajectory.tokens, trajectory.mask, strict=True) if mask]
+        assert trajectory.reward == len(TOKENIZER.decode(drawn, skip_special_tokens=True))
+        assert OUTPUT in TOKENIZER.decode(trajectory.tokens, skip_special_tokens=True)
