@@ -263,6 +263,10 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl history events": {
+        "since_hours": Bounds(0, SECONDS_MAX),
+        "until_hours": Bounds(0, SECONDS_MAX),
+    },
     "plexrl up": {
         "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),
@@ -276,6 +280,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "join_port": _PORT,
         "scheduler_port": _PORT,
         "journal_bytes_max": _maybe(_count(1, BYTES_MAX)),
+        "archive_days": _maybe(Bounds(0, 36_500)),
+        "archive_bytes_max": _maybe(_count(1 << 24, BYTES_MAX)),
         "lease_s": _maybe(Bounds(0.1, 86_400)),
         "node_replace_s": Bounds(0, 1e9),
         "rebuild_operations": _count(0, 1 << 40),
