@@ -62,6 +62,7 @@ PANELS: Panels = {
         "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
         "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
+        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

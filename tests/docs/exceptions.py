@@ -12,6 +12,7 @@ PARSED = {
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/sharing/test_fidelity.py run it",
     "plexrl forecast": "needs recordings, as `plexrl fidelity`; tests/sim/fidelity runs it",
+    "plexrl history ": "needs an archive; tests/cli/cluster/test_history.py",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
     "plexrl quote ": "needs a script or a profiled job; tests/cluster/commands/test_quote.py",
