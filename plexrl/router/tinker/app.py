@@ -17,7 +17,7 @@ from plexrl.router.services.error_responses import RETRIABLE, RETRY_AFTER_S, pub
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import RecordFile
-from plexrl.router.tinker.routes import checkpoints, sampling, training
+from plexrl.router.tinker.routes import checkpoints, sampling, traces, training
 from plexrl.router.tinker.routes import sessions as session_routes
 from plexrl.router.tinker.routes.client import BODY_BYTES_MAX
 from plexrl.router.tinker.sessions import Sessions
@@ -50,6 +50,9 @@ class TinkerApi:
         """Answer a request of the SDK, or pass it on."""
         if scope["type"] == "lifespan":
             await self._run_with(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"].startswith(traces.PREFIX):
+            response = await traces.download(self._services.data_dir, scope["path"])
+            await response(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].startswith(PREFIX):
             await self._tinker(_with_bearer(scope), receive, send)
         else:
@@ -87,7 +90,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
-    for subject in (session_routes, sampling, training, checkpoints):
+    for subject in (session_routes, sampling, training, traces, checkpoints):
         app.include_router(subject.ROUTES, prefix=PREFIX.removesuffix("/"))
     return app
 

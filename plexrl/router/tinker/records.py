@@ -42,6 +42,8 @@ class SessionRecord(ClientRecord, kw_only=True):
     name: str = ""
     metadata: dict[str, Any] = {}
     is_finished: bool = False
+    finished_at: float = 0.0
+    """Seconds since the epoch; 0: it has not finished, or did so under an earlier version."""
 
 
 class HeardRecord(ClientRecord, kw_only=True):

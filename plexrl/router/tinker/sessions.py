@@ -48,6 +48,8 @@ REATTACH_S = 60.0
 """Time after that until the job is cancelled, and its GPUs are released."""
 GONE_S = SILENCE_S + REATTACH_S + 30.0
 """Silence after which the router forgets a session, whose job has ended by then."""
+FINISHED_KEPT_S = 86_400.0
+"""How long a session that has ended is listed, and its trace can be exported."""
 SWEEP_S = 60.0
 """Time between two searches for weights whose time to live has passed."""
 LORA_ALPHA = 32.0
@@ -101,7 +103,8 @@ class Sessions:
         for session in self.records.all(SessionRecord):
             # One that has futures is just about to end.
             left = (FutureRecord, WeightsRecord)
-            if session.is_finished and not any(self.records.all(x, session.id) for x in left):
+            is_old = session.is_finished and session.finished_at < time_now - FINISHED_KEPT_S
+            if is_old and not any(self.records.all(x, session.id) for x in left):
                 self.records.drop_all(ModelRecord, session.id)
                 self.records.drop(session)
 
@@ -404,7 +407,7 @@ class Sessions:
         now = self.records.find(SessionRecord, session.id)
         if now is None or now.is_finished:
             return
-        session.is_finished = True
+        session.is_finished, session.finished_at = True, time.time()
         self.records.update(session)
         self._heard.pop(session.id, None)
         saves = []

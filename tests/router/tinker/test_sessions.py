@@ -16,7 +16,7 @@ from plexrl.router.tinker.records import (
     SessionRecord,
     WeightsRecord,
 )
-from plexrl.router.tinker.sessions import GONE_S, Sessions
+from plexrl.router.tinker.sessions import FINISHED_KEPT_S, GONE_S, Sessions
 
 
 def make_router(records: RecordFile) -> Sessions:
@@ -24,8 +24,9 @@ def make_router(records: RecordFile) -> Sessions:
     return Sessions(cast("Any", None), ClusterApi(cast("Any", None)), records)
 
 
-def sweep(router: Sessions, now: float) -> None:
-    asyncio.run(router.sweep(now, time.time()))
+def sweep(router: Sessions, now: float, later_s: float = 0.0) -> None:
+    """A round `later_s` seconds after now by the clock of records."""
+    asyncio.run(router.sweep(now, time.time() + later_s))
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
@@ -46,6 +47,8 @@ def test_a_client_that_is_gone_leaves_its_saved_weights_only(
     assert records.all(FutureRecord)
     sweep(router, GONE_S + 1)
     assert not records.all(FutureRecord)
+    assert records.all(SessionRecord), "it is listed for a day"
+    sweep(router, GONE_S + 1, FINISHED_KEPT_S + 1)
     assert len(records.all(SessionRecord)) == len(records.all(ModelRecord)) == has_weights
     records.close()
 
@@ -60,7 +63,7 @@ def test_a_client_that_another_router_hears_is_not_gone(tmp_path: Path) -> None:
     records.put(HeardRecord(id="s", session="s", made_at=1.0))
     for now in (GONE_S + 1, 2 * GONE_S):
         sweep(router, now)
-    assert records.all(SessionRecord)
+    assert not records.all(SessionRecord)[0].is_finished
     sweep(router, 2 * GONE_S + 2)
-    assert not records.all(SessionRecord)
+    assert records.all(SessionRecord)[0].is_finished
     records.close()
