@@ -34,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles its kernels with the ninja of .venv.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help setup demo demo-hosts test test-core test-all test-faults docs-check gpu-kit compiled pure bench matrix lint format clean
+.PHONY: help setup demo demo-hosts test test-core test-all test-faults docs-check site gpu-kit compiled pure bench matrix lint format clean
 
 help:
 	@echo "make demo         train two jobs on one shared group and measure the saving; report in $(OUT)/"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-all     install vLLM, then run the test suite and the slow whole-cluster tests"
 	@echo "make test-faults  kill, stop, fill and damage a live cluster; FAULT_SEED=N, FAULT_SECONDS=N, FAULT_CUTS=N"
 	@echo "make docs-check   run every command and snippet of README.md, docs/ and CONTRIBUTING.md"
+	@echo "make site         write the documentation as a site to out/site; takes one package from npm"
 	@echo "make lint         check formatting, style and types"
 	@echo "make format       format the code and apply safe fixes"
 	@echo "make bench        run every benchmark, or BENCH=\"faults.py engine.py\", on a clean tree; writes benchmarks/RESULTS.md and results/"
@@ -100,6 +101,9 @@ test-all: $(VLLM_STAMP)
 
 docs-check: setup
 	$(LIMITED) $(TEST_LIMIT) $(BIN)/python -m pytest tests/docs
+
+site: setup
+	$(BIN)/python -m scripts.site
 
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults tests/hosts/test_fault_runs.py \

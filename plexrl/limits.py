@@ -117,6 +117,7 @@ _FROM_0: Final = _count(0, COUNT_MAX)
 _RECORDS: Final = _count(0, RECORDS_MAX)
 _RANKS: Final = _count(1, RANKS_MAX)
 _TOP: Final = _count(0, TOP_LOGPROBS_MAX)
+_CLASS: Final = _count(-100, 100)
 _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
@@ -187,10 +188,18 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "job": {
         "controller_timeout_s": Bounds(SLEEP_S_MIN, SECONDS_MAX),
         "reattach_timeout_s": Bounds(0, SECONDS_MAX),
-        "priority": _count(-100, 100),
+        "priority": _CLASS,
         "gang": _RECORDS,
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
+    },
+    "quote": {
+        "steps": _maybe(_count(1, COUNT_MAX)),
+        "expected_s": _maybe(_SECONDS),
+        "price": _maybe(_PRICE),
+        "gpus": _RANKS,
+        "rollout_gpus": _count(0, RANKS_MAX),
+        "state_bytes": _count(1, BYTES_MAX - 1),
     },
     "deployment": {
         "workers": _maybe(_RANKS),
@@ -231,7 +240,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "live_jobs_max": _maybe(_RECORDS),
         "checkpoints_max": _maybe(_RECORDS),
         "checkpoint_bytes_max": _maybe(_count(0, BYTES_MAX - 1)),
-        "priority_max": _count(-100, 100),
+        "priority_max": _CLASS,
         "slo": _maybe(_PART),
     },
     "rollout": {
@@ -448,6 +457,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "step_s": _maybe(Bounds(1e-6, 1e9)),
     },
     "plexrl fidelity": {"warm_up": _RECORDS, "seeds": _count(1, 10_000)},
+    "plexrl quote": {"steps": _maybe(_COUNT), "priority": _CLASS, "price": _maybe(_PRICE)},
     "plexrl forecast": {
         "groups": _RANKS,
         "cycles": _count(1, 1_000_000),

@@ -76,6 +76,7 @@ GROUP_OF: dict[str, str] = {
     "Job.metrics": "page",
     "Job.operations": "page",
     "Job.read_logs": "page",
+    "Job.quote": "quote",
     "Job.reference_deployment": "deployment",
     "Job.reward_deployment": "deployment",
     "Job.rollout": "rollout deployment",
@@ -153,7 +154,10 @@ RESULTS = {
     *("GradedSamples", "ForwardResult", "SavedCheckpoint", "LoadedCheckpoint", "BoundedRollout"),
 }
 """What the SDK returns, never takes."""
-NAMED_NUMBERS = ("JobRequest.run_warnings", "MetricsRequest.values", "SampleRequest.reward")
+NAMED_NUMBERS = (
+    *("JobRequest.run_warnings", "JobRequest.quote", "MetricsRequest.values"),
+    "SampleRequest.reward",
+)
 """Any numbers, by names that are checked where they are used."""
 NO_OPTIONS = {
     *("Batch.__init__ tokens", "GenerateFuture samples", "numeric expected"),

@@ -35,6 +35,7 @@ from plexrl.wire.messages.overview_views import (
     JobTimesView,
     LanesView,
     OverviewView,
+    PlanView,
     QueueView,
     SharesView,
 )
@@ -74,6 +75,7 @@ ETA_QUALITY = Method[EtaQualityView]("eta_quality")
 OVERVIEW = Method[OverviewView]("overview")
 READ_LANES = Method[LanesView]("read_lanes")
 READ_QUEUE = Method[QueueView]("read_queue")
+READ_PLAN = Method[PlanView]("read_plan")
 JOB_TIMES = Method[JobTimesView]("job_times")
 LIST_SHARES = Method[SharesView]("list_shares")
 SERVICE_LEVELS = Method[ServiceLevels]("service_levels")

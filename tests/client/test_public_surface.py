@@ -94,14 +94,22 @@ def test_every_argument_is_in_the_docstring(call: Callable[..., Any]) -> None:
     assert not missing, f"the docstring of {documented.__qualname__} says nothing of {missing}"
 
 
+def guide() -> str:
+    """The page of the SDK and those that its table leads to."""
+    folder = Path(__file__).parents[2] / "docs"
+    first = (folder / "sdk.md").read_text()
+    others = re.findall(r"^\|.*\]\((\w+\.md)\) \|$", first, re.MULTILINE)
+    return "\n".join([first, *((folder / name).read_text() for name in others)])
+
+
 def test_the_guide_has_every_argument() -> None:
-    guide = (Path(__file__).parents[2] / "docs/sdk.md").read_text()
+    text = guide()
     missing = [
         f"{name} of {call.__qualname__}"
         for call in CALLS
         if not call.__qualname__.startswith("Parallelism.")
         for name in [call.__name__, *(each.name for each in arguments(call))]
-        if not re.search(rf"\b{name}\b", guide)
+        if not re.search(rf"\b{name}\b", text)
     ]
     assert not missing
 
@@ -201,8 +209,8 @@ def test_defaults_match_the_http_api(
 ) -> None:
     wanted = {name: field.default for name, field in request_type.model_fields.items()}
     # The SDK generates the id that the API needs, and feeds trackers; without `workers` one worker
-    # is meant.
-    own = ("job_id", "trackers", "workers")
+    # is meant. A dry run submits nothing.
+    own = ("job_id", "trackers", "workers", "dry_run")
     for argument in arguments(call):
         if argument.default is not inspect.Parameter.empty and argument.name not in own:
             assert argument.default == wanted[argument.name], argument.name

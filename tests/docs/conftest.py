@@ -122,6 +122,9 @@ def train(job: plexrl.Job) -> None:
         actor.optim_step(learning_rate=1e-3)
         rollout.sync_weights(actor).result(ANSWER_S)
         job.log(step, {"reward/mean": 0.5 + 0.1 * step, "loss": 0.1})
+        sampling = plexrl.SamplingParams(max_tokens=2, seed=step)
+        sample = rollout.generate([[1, 2]], n=1, sampling=sampling).result(ANSWER_S).samples[0][0]
+        job.log_samples(step, [sample], ["12"], [0.5])
     actor.save_checkpoint(SPARE_CHECKPOINT, step=1)
     actor.save_checkpoint("step2", step=2).result(ANSWER_S)
 

@@ -9,6 +9,7 @@ from plexrl.limits import LIMITS
 from plexrl.model.architecture.families import EVERY, FAMILIES
 from plexrl.model.capabilities import BACKENDS
 from plexrl.sim.workload.policies import SIM_POLICIES
+from scripts import troubleshooting_page
 from scripts.limits_page import PAGE, filled_in
 from tests.docs.pages import ROOT
 
@@ -27,7 +28,7 @@ def rows(page: str, head: str) -> Iterator[list[str]]:
 def test_the_guide_lists_the_axes_of_every_backend() -> None:
     shown = {
         (kind, re.findall(r"`(\w+)`", backend)[0]): re.findall(r"\b(?:dp|tp|pp|cp|ep)\b", axes)
-        for kind, backend, axes in rows("sdk.md", "| kind | backend | axes |")
+        for kind, backend, axes in rows("layouts.md", "| kind | backend | axes |")
     }
     for key, axes in shown.items():
         shown[key] = list(dict.fromkeys(axes))
@@ -58,6 +59,13 @@ def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:
 def test_the_page_of_limits_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert page == filled_in(page), "run `python -m scripts.limits_page`"
+
+
+def test_the_page_of_errors_and_conditions_is_up_to_date() -> None:
+    page = troubleshooting_page.PAGE.read_text()
+    found = troubleshooting_page.filled_in(page)
+    assert page == found, "run `python -m scripts.troubleshooting_page`"
+    assert troubleshooting_page.TO_DO.keys() == troubleshooting_page.classes().keys()
 
 
 def test_the_page_of_limits_has_every_option_with_its_bounds() -> None:

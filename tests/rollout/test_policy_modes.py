@@ -60,7 +60,7 @@ def table() -> Iterator[str]:
 
 
 def test_the_page_shows_which_modes_combine_and_why_others_do_not() -> None:
-    assert "\n".join(table()) in (ROOT / "docs" / "rollout.md").read_text()
+    assert "\n".join(table()) in (ROOT / "docs" / "rollout_policies.md").read_text()
 
 
 def test_every_exclusion_is_of_two_modes_in_their_order() -> None:

@@ -21,6 +21,7 @@ from plexrl.client.calls.routes import check_router
 from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.first_contact import FirstContact
+from plexrl.client.profiling.job_quotes import JobQuotes
 
 
 class AsyncCluster:
@@ -53,6 +54,11 @@ class AsyncCluster:
         """As `Cluster.runs`; its methods block."""
         return self._sync.runs
 
+    @property
+    def quotes(self) -> JobQuotes:
+        """As `Cluster.quotes`; its methods block."""
+        return self._sync.quotes
+
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
     jobs = in_thread(Cluster.jobs)
@@ -65,6 +71,7 @@ class AsyncCluster:
     queue = in_thread(Cluster.queue)
     operations = in_thread(Cluster.operations)
     usage = in_thread(Cluster.usage)
+    quoted = in_thread(Cluster.quoted)
     sharing = in_thread(Cluster.sharing)
     tenants = in_thread(Cluster.tenants)
     create_tenant = in_thread(Cluster.create_tenant)

@@ -22,7 +22,7 @@ from plexrl.wire.messages.rollout_views import (
 
 
 def status(rollout: LiveRollout) -> RolloutStatus:
-    """The status of a rollout for controllers and operators; see docs/sdk.md."""
+    """The status of a rollout for controllers and operators; see docs/async_rollouts.md."""
     return {
         **_order(rollout),
         **_instances(rollout),

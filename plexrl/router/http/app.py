@@ -61,6 +61,7 @@ from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits,
 from plexrl.router.services.authentication import KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.error_responses import error_response, public_error
+from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.services import RouterServices
 from plexrl.router.services.shutdown import RetryOnShutdown
 from plexrl.statemanager.checkpoint.places.choice import root_at
@@ -212,6 +213,7 @@ def _make_services(config: RouterConfig) -> RouterServices:
         disconnects=CancelOnDisconnect(scheduler),
         health=health,
         overviews=Overviews(scheduler, health),
+        quotes=Quotes(scheduler),
         data_dir=data_dir,
         threads=threads,
         body_bytes_max=config.body_bytes_max,

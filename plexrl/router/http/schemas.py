@@ -149,6 +149,7 @@ class JobRequest(_Strict):
         default=True,
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
+    quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
 
 
 class FinishRequest(_Strict):

@@ -40,6 +40,7 @@ from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
 from plexrl.router.services.authentication import Caller, KeyCache, is_open
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
+from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.shutdown import Shutdown
 from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages.views import (
@@ -81,6 +82,7 @@ class RouterServices:
     disconnects: CancelOnDisconnect
     health: ClusterHealth
     overviews: Overviews
+    quotes: Quotes
     data_dir: Path
     threads: ThreadPoolExecutor
     """Runs calls that may wait for an object store."""

@@ -11,6 +11,7 @@ from plexrl.scheduler.accounting.profiler import measured_waiting_part
 from plexrl.scheduler.accounting.quotas import limits_of
 from plexrl.scheduler.accounting.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.accounting.usage import used_gpu_seconds
+from plexrl.scheduler.jobs.quoted_jobs import quoted_job
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, held_view
 from plexrl.scheduler.placement.capacity.capacity import Capacity
@@ -150,7 +151,7 @@ def _schedule_view(schedule: CheckpointSchedule | None) -> CheckpointScheduleVie
 def job_view(situation: Situation, job: Job) -> JobView:
     """One job with its deployments."""
     state = situation.state
-    return {
+    view: JobView = {
         "job": job.job,
         "tenant": job.tenant,
         "name": job.name,
@@ -166,6 +167,9 @@ def job_view(situation: Situation, job: Job) -> JobView:
         "ended_at": job.ended_at,
         "deployments": [deployment_view(state, state.deployment(name)) for name in job.deployments],
     }
+    if job.quote is not None:
+        view["quoted"] = quoted_job(job, job.quote)
+    return view
 
 
 def list_jobs(situation: Situation, tenant: TenantId | None) -> list[JobView]:

@@ -21,6 +21,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.demand.estimates import MoveLaw
+from plexrl.scheduler.state.demand.job_quote import JobQuote
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.placement import Placement
@@ -235,6 +236,8 @@ class Job:
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """Use by kind of operation."""
     sharing: Sharing = field(default_factory=Sharing)
+    quote: JobQuote | None = None
+    """What it was told before its submission; None: nothing."""
 
 
 RATIO_BOUNDS = (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 8.0)

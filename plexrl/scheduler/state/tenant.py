@@ -50,5 +50,10 @@ class Tenant:
     """`slo` of its jobs that name none; None: the cluster's `waiting_part_max`."""
     model_roots: tuple[str, ...] = ()
     """Directories below which it may load models, beside those that all tenants may use."""
+    quoted_starts: list[float] = field(default_factory=list)
+    """Errors of the quoted starts of its newest completed jobs, oldest first
+    (`jobs.quoted_jobs`)."""
+    quoted_ends: list[float] = field(default_factory=list)
+    """Likewise of their ends."""
     gpu_seconds: float = 0.0
     """GPU time used so far."""

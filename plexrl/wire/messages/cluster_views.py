@@ -16,6 +16,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.process.conditions import ConditionView
+from plexrl.wire.messages.run_views import QuotedJobView
 
 
 class ErrorView(TypedDict):
@@ -463,10 +464,11 @@ class Keys(TypedDict):
 
 
 class UsageReport(TypedDict):
-    """Usage by job and kind of operation, and savings by sharing, by job."""
+    """Usage by job and kind of operation; savings by sharing, and quotes beside bills, by job."""
 
     usage: list[UsageView]
     sharing: list[SharingView]
+    quoted: list[QuotedJobView]
 
 
 class ServiceLevels(TypedDict):

@@ -17,7 +17,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.messages.cluster_views import ErrorView, EtaQualityView
-from plexrl.wire.messages.run_views import RunHealthView
+from plexrl.wire.messages.run_views import QuotedJobView, RunHealthView
 from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 
@@ -213,6 +213,8 @@ class JobView(TypedDict):
     deployments: list[DeploymentView]
     health: NotRequired[RunHealthView]
     """Added by the router: what it sees of the run."""
+    quoted: NotRequired[QuotedJobView]
+    """If it was created with a quote."""
 
 
 class CreatedDeploymentView(DeploymentView):

@@ -136,7 +136,7 @@ def test_doctor_tells_an_empty_cluster_how_to_get_nodes() -> None:
 
 
 def test_doctor_knows_every_documented_condition() -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "health.md").read_text()
     table = page.split("| code | meaning |")[1].split("\n\n")[0]
     documented = {
         code

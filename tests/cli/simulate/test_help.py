@@ -11,11 +11,11 @@ from plexrl.sim.search.what_if import CHANGES
 from plexrl.sim.state.node_types import NODE_TYPES
 from plexrl.sim.workload.policies import POLICY_NAMES
 
-DOCS = Path(__file__).parents[3] / "docs" / "simulating.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_page_names_every_policy_axis_node_type_and_option() -> None:
-    page = DOCS.read_text()
+def test_the_pages_name_every_policy_axis_node_type_and_option() -> None:
+    page = (DOCS / "simulating.md").read_text() + (DOCS / "simulating_answers.md").read_text()
     options = {
         option
         for parameter in _simulate().params

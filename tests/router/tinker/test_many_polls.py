@@ -42,7 +42,7 @@ async def submit(http: httpx.AsyncClient, sampler: str, number: int) -> None:
         "seq_id": number,
         "prompt": prompt,
         "num_samples": 1,
-        # Without an end token, so that no sample ends while they are counted.
+        # Without an end token, so that few samples end while polls are counted.
         "sampling_params": {"max_tokens": 3000, "stop": []},
     }
     (await http.post("/asample", json=body)).raise_for_status()
@@ -68,17 +68,25 @@ async def finish(http: httpx.AsyncClient, session: str) -> None:
 
 
 async def poll(http: httpx.AsyncClient, sampler: str, clone: int, answers: list[int]) -> None:
-    """Polls as the SDK does: at once after an answer, a second later after an error."""
+    """Polls as the SDK does: at once after an answer, a second later after an error. Notes the
+    statuses of answers that tell of no sample that has ended."""
     target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+    cursor = 0
     while True:
+        asked = {"target": target, "prev_cursor": cursor}
         try:
-            response = await http.post("/retrieve_futures", json={"target": target})
+            response = await http.post("/retrieve_futures", json=asked)
         except httpx.TransportError:
             await asyncio.sleep(1.0)
             continue
-        answers.append(response.status_code)
         if response.status_code != 200:
+            answers.append(response.status_code)
             await asyncio.sleep(1.0)
+            continue
+        told = response.json()
+        cursor = told["cursor"]
+        if not any(each.get("response_payload_uncompressed_size") for each in told["completions"]):
+            answers.append(200)
 
 
 async def lost(http: httpx.AsyncClient, sampler: str) -> int:

@@ -93,7 +93,7 @@ def _conditions(found: "StatusView") -> Iterator[Finding]:
             "is_wrong": True,
             "since": each["since"],
             "what": each.get("message", "the operator's key shows more"),
-            "remedy": REMEDIES.get(code, "docs/operating.md#health says what it means"),
+            "remedy": REMEDIES.get(code, "docs/health.md says what it means"),
         }
     if error := found.get("snapshot_error"):
         yield _finding("snapshot_error", error, "report it; the journal grows until it is mended")

@@ -68,7 +68,7 @@ class SimulatedClusterOptions:
         bool | None,
         typer.Option(
             "--mixed-sizes/--equal-sizes",
-            help="Whether deployments of different sizes share GPUs (docs/scheduling.md); default: "
+            help="Whether deployments of different sizes share GPUs (docs/groups.md); default: "
             "the policy's.",
         ),
     ] = None

@@ -15,7 +15,13 @@ import msgspec
 
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
+from plexrl.scheduler.state.demand.job_quote import JobQuote
+from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.messages.events import (
+    DeploymentCreated,
+    OperationFailed,
+    OperationFinished,
+)
 from plexrl.scheduler.state.operation import error_view
 from plexrl.wire.scheduler_methods import Method
 
@@ -113,6 +119,7 @@ class SubmitJob:
     expected_s: float = 0.0
     slo: float | None = None
     controller: str = ""
+    quote: JobQuote | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +199,34 @@ class ReadQueue:
     which: str
     first: int = 0
     limit: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRow:
+    """A job as a row of a trace describes it."""
+
+    gpus: int
+    rollout_gpus: int = 0
+    node_type: str = ""
+    state_bytes: int = 1
+    trace: DemandTrace | None = None
+    """None: it always works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The plan of the cluster with one more job, which is described by `row`, by the job that it is
+    `like`, or by its `deployments`."""
+
+    name: str
+    steps: int = 0
+    """Cycles of the job; 0: as `expected_s` says."""
+    expected_s: float = 0.0
+    priority: int = 0
+    slo: float | None = None
+    row: AskedRow | None = None
+    like: JobId | None = None
+    deployments: tuple[DeploymentCreated, ...] = ()
 
 
 def take_scope(params: Parameters) -> tuple[Scope, Parameters]:

@@ -18,6 +18,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.model.memory.device_memory import DeviceMemory
+from plexrl.scheduler.state.demand.job_quote import JobQuote
 from plexrl.scheduler.state.demand.trace import DemandTrace
 from plexrl.scheduler.state.messages.earlier import EARLIER_FIELDS, upgrade_event
 from plexrl.wire.codec import Codec, restore_annotations
@@ -175,6 +176,8 @@ class JobSubmitted(Event, frozen=True, kw_only=True):
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it. False in old
     journals."""
+    quote: JobQuote | None = None
+    """What it was told before; None: it did not ask."""
 
 
 class ControllerSeen(Event, frozen=True, kw_only=True):
