@@ -27,17 +27,24 @@ class LoadBalancer:
         )
 
     async def _carry(self, asked: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            head = await asked.readuntil(b"\r\n\r\n")
-            reader, writer = await self._connect()
-            writer.write(_for_one_request(head))
-            sending = asyncio.create_task(_forward(asked, writer))
-            try:
-                await _forward(reader, answer)
-            finally:
-                sending.cancel()
-                writer.close()
-        answer.close()
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                await self._carry_request(asked, answer)
+        finally:
+            answer.close()
+
+    async def _carry_request(
+        self, asked: asyncio.StreamReader, answer: asyncio.StreamWriter
+    ) -> None:
+        head = await asked.readuntil(b"\r\n\r\n")
+        reader, writer = await self._connect()
+        writer.write(_for_one_request(head))
+        sending = asyncio.create_task(_forward(asked, writer))
+        try:
+            await _forward(reader, answer)
+        finally:
+            sending.cancel()
+            writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         for _ in range(self._count):
