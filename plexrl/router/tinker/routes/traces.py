@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from plexrl.errors import PlexRLError
 from plexrl.router.tinker.messages.perfetto import Timeline, encode_trace
 from plexrl.router.tinker.records import FutureRecord, SamplerRecord, SessionRecord
-from plexrl.router.tinker.routes.client import Client, TinkerClient
+from plexrl.router.tinker.routes.client import Client, TinkerClient, TinkerRoute
 
 if TYPE_CHECKING:
+    from plexrl.router.tinker.sessions import Sessions
     from plexrl.wire.messages.views import LoggedOperationView
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 PREFIX = "/api/v1/traces/"
 """Where the files are. They need no key: their names are secrets."""
 FOLDER, SUFFIX = "tinker-traces", ".pftrace"
@@ -40,11 +41,13 @@ async def export(client: TinkerClient, session: str) -> dict[str, Any]:
     return {"status": "ready", "url": f"{scheme}://{url.netloc}{PREFIX}{name}"}
 
 
-async def download(folder: Path, path: str) -> Response:
-    """The response to a request for a trace's file; 404: its time has passed."""
-    file = folder / FOLDER / path.removeprefix(PREFIX)
-    is_there = await asyncio.to_thread(_is_kept, file) and file.parent == folder / FOLDER
-    if not is_there:
+@ROUTES.get("/traces/{name}")
+async def download(request: Request, name: str) -> Response:
+    """The file of a trace; 404: its time has passed."""
+    sessions: Sessions = request.app.state.sessions
+    folder = sessions.records.folder / FOLDER
+    file = folder / name
+    if file.parent != folder or not await asyncio.to_thread(_is_kept, file):
         return PlainTextResponse("there is no such trace any more: export it again", 404)
     return FileResponse(file, media_type="application/octet-stream", filename=file.name)
 

@@ -21,13 +21,13 @@ from plexrl.router.tinker.messages.requests import (
     SaveWeights,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient
+from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient, TinkerRoute
 from plexrl.router.tinker.sessions import EPHEMERAL_KEPT, ephemeral_prefix, without_seed
 from plexrl.router.tinker.training_queue import PendingRequest
 from plexrl.statemanager.checkpoint.folder import is_name
 from plexrl.wire.tensors import Arrays
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 Made = Callable[[ModelRecord], Awaitable[PendingRequest]]
 
 
