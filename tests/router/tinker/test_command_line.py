@@ -81,4 +81,4 @@ def test_a_trace_of_a_session_that_nobody_may_see_is_refused(tenant: Tenant) -> 
     assert refused.returncode != 0
     with tenant.http() as http:
         assert http.get("/traces/none.pftrace").status_code == 404
-        assert http.get("/traces/..%2Ftinker.sqlite").status_code == 404
+        assert http.get("/traces/..%2Ftinker.sqlite").status_code == 422
