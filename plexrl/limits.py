@@ -190,8 +190,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
     },
+    "fork": {"step": _RECORDS},
     "quote": {
-        "steps": _maybe(_count(1, COUNT_MAX)),
+        "steps": _maybe(_COUNT),
         "expected_s": _maybe(_SECONDS),
         "price": _maybe(_PRICE),
         "gpus": _RANKS,
@@ -370,10 +371,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "nvme_bytes": _count(1, MEMORY_MAX),
     },
     "plexrl node token": {"uses": _count(1, 1_000_000)},
-    "plexrl tenants set": {
-        "weight": _maybe(Bounds(1e-6, 1e6)),
-        "priority_max": _maybe(_count(-100, 100)),
-    },
+    "plexrl tenants set": {"weight": _maybe(Bounds(1e-6, 1e6)), "priority_max": _maybe(_CLASS)},
     "plexrl metrics": {"last": _COUNT},
     "plexrl samples": {"step": _maybe(_ANY_SEED), "last": _COUNT},
     "plexrl checkpoints keep": {"count": _COUNT},
@@ -454,6 +452,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "step_s": _maybe(Bounds(1e-6, 1e9)),
     },
     "plexrl fidelity": {"warm_up": _RECORDS, "seeds": _count(1, 10_000)},
+    "plexrl rewind": {"step": _RECORDS},
+    "plexrl fork": {"step": _RECORDS, "count": _count(1, 256)},
     "plexrl quote": {"steps": _maybe(_COUNT), "priority": _CLASS, "price": _maybe(_PRICE)},
     "plexrl forecast": {
         "groups": _RANKS,

@@ -493,4 +493,6 @@ class Job(JobRecords):
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         LOG.info("deployment %s: once placed, its workers load torch and the model", name)
-        return str(self._transport.request(call).json()["deployment"])
+        deployment = str(self._transport.request(call).json()["deployment"])
+        self._begin_fork(deployment, kind)
+        return deployment

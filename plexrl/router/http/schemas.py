@@ -150,6 +150,7 @@ class JobRequest(_Strict):
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
     quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
+    fork: dict[str, Any] | None = Field(None, description="`ForkView`: where it comes from")
 
 
 class FinishRequest(_Strict):

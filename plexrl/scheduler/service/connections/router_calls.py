@@ -187,6 +187,7 @@ class RouterCalls:
                 controller=call.controller,
                 halts_on_failure=True,
                 quote=call.quote,
+                fork=call.fork,
             )
         )
         return self._core.job_view(call.job, self._now())
