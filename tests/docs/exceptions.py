@@ -14,6 +14,8 @@ PARSED = {
     "plexrl forecast": "needs recordings, as `plexrl fidelity`; tests/sim/fidelity runs it",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
+    "plexrl fork ": "needs a script; tests/cluster/training/test_time_machine.py",
+    "plexrl rewind ": "fences the job's controller; as `plexrl fork`",
     "plexrl quote ": "needs a script or a profiled job; tests/cluster/commands/test_quote.py",
     "plexrl run ": "needs a tenant's key and a cluster with runs; tests/runs has one",
     "plexrl runs ": "as `plexrl run`",
