@@ -4,6 +4,7 @@ The pages of docs/ are its source. As a hook of MkDocs (`mkdocs.yml`) this modul
 elsewhere: results, examples, commands and the API, each read from what it describes.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -47,7 +48,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(
             File.generated(config, f"examples/{example.stem}.md", content=example_page(example))
         )
-    files.append(File.generated(config, "commands.md", content="\n".join(commands_page())))
+    for notebook in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        name = f"notebooks/{notebook.stem}.md"
+        files.append(File.generated(config, name, content=notebook_page(notebook)))
+    files.append(File.generated(config, "command_line.md", content="\n".join(commands_page())))
     files.append(File.generated(config, "api.md", content="\n".join(api_page())))
     return files
 
@@ -91,6 +95,17 @@ def example_page(example: Path) -> str:
     """An example's source with the first line of its docstring as text."""
     title = example.stem.replace("_", " ").capitalize()
     return f"# {title}\n\n`examples/{example.name}`\n\n```python\n{example.read_text()}```\n"
+
+
+def notebook_page(notebook: Path) -> str:
+    """A notebook's cells: text as it is, code in blocks."""
+    cells = json.loads(notebook.read_text())["cells"]
+    parts = [f"`examples/notebooks/{notebook.name}`"]
+    for cell in cells:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    # The title is the first cell's; the file's name comes after that cell.
+    return "\n\n".join((parts[1], parts[0], *parts[2:]))
 
 
 def api_page() -> Iterator[str]:

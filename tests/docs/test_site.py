@@ -13,7 +13,6 @@ from scripts.site import relinked
 from tests.docs.pages import ROOT
 from tests.router.dashboard.browser import Tab, needs_browser, running_browser
 
-PAGES = ("index.html", "start_researcher.html", "sdk.html", "commands.html", "operating.html")
 _FETCHED = re.compile(
     r"""<(?:script|img|link rel="(?:stylesheet|icon)")[^>]*(?:src|href)="(?:https?:)?//"""
 )
@@ -47,7 +46,7 @@ def test_a_page_fetches_nothing_from_other_hosts(site: Path) -> None:
 
 
 def test_commands_and_public_names_are_read_from_the_code(site: Path) -> None:
-    commands, api = ((site / name).read_text() for name in ("commands.html", "api.html"))
+    commands, api = ((site / name).read_text() for name in ("command_line.html", "api.html"))
     assert "plexrl nodes drain" in commands
     classes = [name for name in public.__all__ if name.istitle() and name.isalpha()]
     assert classes

@@ -1,6 +1,6 @@
 """Made-up traces have the statistics of what they follow, within the bounds stated here.
 
-The bounds are those of docs/traces.md. Seeds are fixed, so nothing here is left to chance.
+Seeds are fixed, so nothing here is left to chance.
 """
 
 from collections import Counter
