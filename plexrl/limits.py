@@ -208,6 +208,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "tp_sizes": _RANKS,
         "checkpoint_every": _maybe(_COUNT),
         "checkpoint_keep": _maybe(_COUNT),
+        "checkpoint_bytes": _maybe(_count(1, BYTES_MAX - 1)),
     },
     "layout": {"dp": _RANKS, "tp": _RANKS, "pp": _RANKS, "cp": _RANKS, "ep": _RANKS},
     # Adapters are scaled by alpha / rank: less than 1e-6 / 1024 is lost beside the weights.

@@ -378,6 +378,7 @@ class DeploymentRequest(_Strict):
     checkpoint_keep: Annotated[int | None, Limited("deployment", "checkpoint_keep")] = Field(
         None, description="train: keep so many of the newest of them; absent: all"
     )
+    checkpoint_bytes: Annotated[int | None, Limited("deployment", "checkpoint_bytes")] = None
     node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand as given by the user; it is placed by this at once"
