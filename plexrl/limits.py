@@ -122,7 +122,6 @@ _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
 _WAIT: Final = Bounds(SLEEP_S_MIN, WAIT_S_MAX)
-_PATIENCE: Final = _maybe(Bounds(0, WAIT_S_MAX))
 _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
 _OVER_LAUNCH: Final = Bounds(1, 16)
@@ -180,6 +179,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "shard_bytes_max": _count(1, 2**63 - 1),
         "keep_last": _maybe(_COUNT),
         "keep_every": _maybe(_COUNT),
+        "keep_bytes": _maybe(_count(1, BYTES_MAX - 1)),
         "step": _maybe(_ANY_SEED),
     },
     "job": {
@@ -283,7 +283,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "samples": {"step": _ANY_SEED, "total": _FROM_0, "failed": _FROM_0, "length": _FROM_0},
     "connection": {"timeout_s": Bounds(SLEEP_S_MIN, WAIT_S_MAX)},
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
-    "result": {"timeout_s": _PATIENCE},
+    "result": {"timeout_s": _maybe(Bounds(0, WAIT_S_MAX))},
     "queue": {"limit": _count(1, 100)},
     "page": {
         "after": _count(0, 2**62),
