@@ -59,9 +59,12 @@ PANELS: Panels = {
         "groups": ("cluster.nodes:groups", "Node groups: holders, members, switches (operator)."),
         "tenants": (
             "cluster.tenants:tenants_app",
-            "Tenants, API keys, weights, quotas (operator).",
+            "Tenants, weights, quotas (operator).",
         ),
+        "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
+        "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
+        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

@@ -107,6 +107,7 @@ def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
         usual_s=usual_length(context, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
+        user=event.user,
         halts_on_failure=event.halts_on_failure,
         quote=event.quote,
         fork=event.fork,

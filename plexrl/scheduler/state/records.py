@@ -226,6 +226,8 @@ class Job:
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
+    user: str = ""
+    """Who submitted it; empty: nobody in particular."""
     keys: list[str] = field(default_factory=list)
     """Digests of the API keys of this job alone, oldest first."""
     halts_on_failure: bool = False

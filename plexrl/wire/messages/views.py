@@ -195,6 +195,8 @@ class JobView(TypedDict):
     job: JobId
     tenant: TenantId
     name: str
+    user: NotRequired[str]
+    """Who submitted it; empty: nobody in particular, absent: from an earlier version."""
     state: str
     attached: bool
     reason: str

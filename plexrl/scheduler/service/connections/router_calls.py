@@ -185,6 +185,7 @@ class RouterCalls:
                 expected_s=call.expected_s,
                 slo=call.slo,
                 controller=call.controller,
+                user=call.user,
                 halts_on_failure=True,
                 quote=call.quote,
                 fork=call.fork,
