@@ -122,6 +122,7 @@ ROWS: Mapping[str, Rule] = {
     f"GET {_JOB}/checkpoints": READ,
     f"GET {_JOB}/checkpoints/{{name}}/files": READ,
     f"GET {_JOB}/checkpoints/{{name}}/files/{{path:path}}": READ,
+    f"POST {_JOB}/checkpoints/{{name}}/share": CHANGE,
     f"DELETE {_JOB}/checkpoints/{{name}}": CHANGE,
     f"POST {_JOB}/keys": CHANGE,
     f"DELETE {_JOB}/keys": CHANGE,
