@@ -60,6 +60,8 @@ PANELS: Panels = {
             "Tenants, weights, quotas (operator).",
         ),
         "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
+        "login": ("cluster.login:login", "Log in on a cluster in a browser."),
+        "logout": ("cluster.login:logout", "End the login on a cluster."),
         "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),

@@ -55,6 +55,7 @@ SEEN = _reach(operator=ALL, viewer=ALL, admin=OWN, member=OWN)
 HAD = _reach(operator=ALL, admin=OWN, member=OWN)
 
 OPEN = Rule("open", dict.fromkeys(AccessRole, ALL), needs_key=False)
+LOGIN = Rule("login", OPEN.reach, changes=True, needs_key=False)
 READ = Rule("read", SEEN)
 CHANGE = Rule("change", HAD, changes=True)
 REPEAT = Rule("change", HAD, changes=True, is_logged=False)
@@ -81,6 +82,11 @@ ROWS: Mapping[str, Rule] = {
     "GET /dashboard": OPEN,
     "GET /dashboard/": OPEN,
     "GET /dashboard/{path:path}": OPEN,
+    "GET /v1/login": OPEN,
+    "GET /v1/login/settings": OPEN,
+    "GET /v1/login/callback": LOGIN,
+    "POST /v1/login/refresh": LOGIN,
+    "POST /v1/login/logout": LOGIN,
     "GET /v1/whoami": READ,
     "GET /v1/status": READ,
     "GET /v1/overview": READ,
@@ -205,3 +211,16 @@ ROWS: Mapping[str, Rule] = {
     },
 }
 """The rule of each route, by method and path."""
+
+
+def needs_key(path: str) -> bool:
+    """Whether a request's path is neither one of an open route nor of the API's description."""
+    return path not in OPEN_PATHS and not path.startswith("/dashboard/")
+
+
+OPEN_PATHS = frozenset(
+    {
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+        *(row.split(" ")[1] for row, rule in ROWS.items() if not rule.needs_key),
+    }
+)
