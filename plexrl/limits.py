@@ -6,13 +6,11 @@ arithmetic works: float32 for what models compute with, 32 bits for counts of en
 bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import replace
 from typing import Final
 
-from plexrl.errors import InvalidRequestError
+from plexrl.bounds import Bounds
 
 COUNT_MAX = 2**31 - 1
 """Largest count of tokens, samples and so on: engines count in 32 bits."""
@@ -36,72 +34,6 @@ SPEED_MAX = 1e6
 """Training speed of a node relative to others."""
 SLEEP_S_MIN = 1e-3
 """Shortest time: clocks and timers are about as exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Lower and upper bound of a finite number."""
-
-    least: float
-    most: float
-    is_open: bool = False
-    """The upper bound is exclusive."""
-    is_whole: bool = False
-    may_be_absent: bool = False
-    may_be_zero: bool = False
-    """0 has a meaning of its own, and `least` is that of the other numbers."""
-    hint: str = ""
-    """Further words of the message."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
-        bounds."""
-        if not self.holds(value):
-            raise InvalidRequestError(
-                f"{name} is {_short(value)}; it must be {self}{self.hint}", parameter=name
-            )
-
-    def holds(self, value: object) -> bool:
-        """Whether `value` is a number within the bounds, or absent if it may be."""
-        if value is None:
-            return self.may_be_absent
-        kind = Integral if self.is_whole else Real
-        if not isinstance(value, kind) or isinstance(value, bool):
-            return False
-        try:
-            number = int(value) if isinstance(value, Integral) else float(value)
-        except OverflowError:
-            return False
-        if not math.isfinite(number):
-            return False
-        if self.may_be_zero and number == 0:
-            return True
-        return self.least <= number <= self.most and not (self.is_open and number == self.most)
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.is_whole else "a number"
-        zero = "0, or " if self.may_be_zero else ""
-        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
-        return f"{zero}{noun}, at least {self.least_text} and {most}"
-
-    @property
-    def least_text(self) -> str:
-        """The lower bound as text."""
-        return _text(self.least)
-
-    @property
-    def most_text(self) -> str:
-        """The upper bound as text."""
-        return _text(self.most)
-
-
-def _text(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:.12g}"
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}…"
 
 
 def _count(least: int, most: int, hint: str = "") -> Bounds:
@@ -330,6 +262,10 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl history events": {
+        "since_hours": Bounds(0, SECONDS_MAX),
+        "until_hours": Bounds(0, SECONDS_MAX),
+    },
     "plexrl up": {
         "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),
@@ -343,6 +279,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "join_port": _PORT,
         "scheduler_port": _PORT,
         "journal_bytes_max": _maybe(_count(1, BYTES_MAX)),
+        "archive_days": _maybe(Bounds(0, 36_500)),
+        "archive_bytes_max": _maybe(_count(1 << 24, BYTES_MAX)),
         "lease_s": _maybe(Bounds(0.1, 86_400)),
         "node_replace_s": Bounds(0, 1e9),
         "rebuild_operations": _count(0, 1 << 40),

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl import losses, rewards
+from plexrl.bounds import Bounds
 from plexrl.cli.app import app
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.client.calls import requests
@@ -24,7 +25,7 @@ from plexrl.client.data.argument_checks import check_lora, check_model, checked_
 from plexrl.client.data.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.client.data.demand import plain_trace
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.limits import LIMITS, Bounds
+from plexrl.limits import LIMITS
 from plexrl.router.http import schemas
 from plexrl.router.http.routes import (
     asynchronous_rollouts,

@@ -12,11 +12,10 @@ PARSED = {
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/sharing/test_fidelity.py run it",
     "plexrl forecast": "needs recordings, as `plexrl fidelity`; tests/sim/fidelity runs it",
+    "plexrl history ": "needs an archive; tests/cli/cluster/test_history.py",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
     "plexrl quote ": "needs a script or a profiled job; tests/cluster/commands/test_quote.py",
-    "plexrl run ": "needs a tenant's key and a cluster with runs; tests/runs has one",
-    "plexrl runs ": "as `plexrl run`",
     "plexrl logs -f ": "ends with its job; tests/cluster/training/test_run_records.py",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",
     "plexrl up --ray": "needs a Ray cluster; tests/cluster/ray/test_ray_cluster.py has one",

@@ -47,6 +47,7 @@ class RotatedLog(RotatingFileHandler):
             self.handle(record)
             if self._lost is not None:
                 raise OSError(str(self._lost)) from self._lost
+            assert self.stream is not None, "a record was written to it"
             os.fsync(self.stream.fileno())
         finally:
             self.release()
