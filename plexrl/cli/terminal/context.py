@@ -71,7 +71,7 @@ class Access:
         """
         from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.data_dir.endpoint import read_endpoint
-        from plexrl.logins import stored_token
+        from plexrl.cluster.data_dir.logins import stored_token
 
         url, ca = self.url, self.ca_file
         api_key = chosen_secret("api_key", self.api_key_file, self.api_key)

@@ -48,7 +48,7 @@ CONFIG = OidcConfig(
 )
 
 
-def provider(keys: list[Any] | None = None, **changes: Any) -> Provider:
+def provider(keys: Any = None, **changes: Any) -> Provider:
     """A provider whose documents are these."""
     documents = {
         "/.well-known/openid-configuration": {"issuer": ISSUER, "jwks_uri": f"{ISSUER}/jwks"},
