@@ -108,7 +108,9 @@ class Walk:
     def make_job(self) -> str:
         job = f"{OWN}-{next(self.numbers):04}"
         with self.client(self.key(OWN, AccessRole.MEMBER)) as member:
-            send(member, "POST", "/v1/jobs", {"job": job, "name": job})
+            # The walk is long, and no controller sends heartbeats.
+            waits = {"controller_timeout_s": 1e6, "reattach_timeout_s": 1e6}
+            send(member, "POST", "/v1/jobs", {"job": job, "name": job, **waits})
             for name, kind in (("actor", "train"), ("rollout", "rollout")):
                 call = requests.create_deployment(job, name, kind, MODEL, {})
                 send(member, "POST", call.path, call.json)
