@@ -10,6 +10,7 @@ are answered as if they did not exist. `docs/access.md` prints the table, and
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from plexrl.access import AccessRole, KeyScope
 
@@ -128,6 +129,7 @@ ROWS: Mapping[str, Rule] = {
     f"GET {_JOB}/checkpoints": READ,
     f"GET {_JOB}/checkpoints/{{name}}/files": READ,
     f"GET {_JOB}/checkpoints/{{name}}/files/{{path:path}}": READ,
+    f"POST {_JOB}/checkpoints/{{name}}/share": CHANGE,
     f"DELETE {_JOB}/checkpoints/{{name}}": CHANGE,
     f"POST {_JOB}/keys": CHANGE,
     f"DELETE {_JOB}/keys": CHANGE,
@@ -185,6 +187,8 @@ ROWS: Mapping[str, Rule] = {
     f"POST {_TINKER}/sessions/{{session}}/finish": CHANGE,
     f"GET {_TINKER}/sessions": READ,
     f"GET {_TINKER}/sessions/{{session}}": READ,
+    f"GET {_TINKER}/sessions/{{session}}/trace_export": READ,
+    f"GET {_TINKER}/traces/{{name}}": OPEN,
     f"POST {_TINKER}/retrieve_future": REPEAT,
     f"POST {_TINKER}/retrieve_futures": REPEAT,
     f"POST {_TINKER}/cancel_future": CHANGE,
@@ -213,14 +217,13 @@ ROWS: Mapping[str, Rule] = {
 """The rule of each route, by method and path."""
 
 
+_OPEN: Final = [row.split(" ")[1] for row, rule in ROWS.items() if not rule.needs_key]
+_OPEN_PATHS: Final = frozenset(
+    (*_OPEN, "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+)
+_OPEN_PREFIXES: Final = tuple(path.partition("{")[0] for path in _OPEN if "{" in path)
+
+
 def needs_key(path: str) -> bool:
     """Whether a request's path is neither one of an open route nor of the API's description."""
-    return path not in OPEN_PATHS and not path.startswith("/dashboard/")
-
-
-OPEN_PATHS = frozenset(
-    {
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-        *(row.split(" ")[1] for row, rule in ROWS.items() if not rule.needs_key),
-    }
-)
+    return path not in _OPEN_PATHS and not path.startswith(_OPEN_PREFIXES)

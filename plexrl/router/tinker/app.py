@@ -13,12 +13,13 @@ from fastapi.responses import JSONResponse
 
 from plexrl.errors import JobEndedError, PlexRLError
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
+from plexrl.router.services.access_table import needs_key
 from plexrl.router.services.error_responses import RETRIABLE, RETRY_AFTER_S, error_for
 from plexrl.router.services.guarded_route import include_guarded
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import RecordFile
-from plexrl.router.tinker.routes import checkpoints, sampling, training
+from plexrl.router.tinker.routes import checkpoints, sampling, traces, training
 from plexrl.router.tinker.routes import sessions as session_routes
 from plexrl.router.tinker.routes.client import BODY_BYTES_MAX, TinkerRoute
 from plexrl.router.tinker.sessions import Sessions
@@ -83,12 +84,13 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
     app.add_middleware(
         RequestLimits,
         authenticate=services.caller,
+        needs_key=needs_key,
         error_response=_refused,
         bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
-    subjects = (session_routes, sampling, training, checkpoints)
+    subjects = (session_routes, sampling, training, traces, checkpoints)
     include_guarded(app, *(subject.ROUTES for subject in subjects))
     return app
 
