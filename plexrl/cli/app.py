@@ -62,6 +62,8 @@ PANELS: Panels = {
             "Tenants, weights, quotas (operator).",
         ),
         "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
+        "login": ("cluster.keys:login", "Log in on a cluster in a browser."),
+        "logout": ("cluster.keys:logout", "End the login on a cluster."),
         "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
         "history": ("cluster.history:history_app", "The archive of what happened, by day."),

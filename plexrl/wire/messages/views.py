@@ -205,8 +205,7 @@ class JobView(TypedDict):
     """Its first failure that is not acknowledged."""
     priority: int
     slo: float
-    """Greatest waiting / (waiting + running) that it accepts: its own, its tenant's at its
-    submission, or the cluster's."""
+    """Greatest waiting / (waiting + running) that it, its tenant or the cluster accepts."""
     gpu_seconds: float
     controller_timeout_s: float
     """Silence of the controller after which it is detached."""
