@@ -59,6 +59,10 @@ PANELS: Panels = {
             "Tenants, API keys, weights, quotas (operator).",
         ),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
+        "dashboard": (
+            "cluster.dashboard:dashboard",
+            "The operator's page of a journal, or of a demo cluster.",
+        ),
         "history": ("cluster.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (

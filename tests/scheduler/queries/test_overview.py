@@ -256,7 +256,7 @@ def test_the_times_of_a_job_are_sums_over_its_operations() -> None:
     reader = TimesReader(state, state.jobs[JobId("a")])
     for _ in reader.steps(lambda: cluster.core.cluster):
         pass
-    rows = {(each["deployment"], each["kind"]): each for each in reader.view()["rows"]}
+    rows = {(each["deployment"], each["kind"]): each for each in reader.view(state)["rows"]}
     logged = [
         operation
         for operation in (state.operations[name] for name in state.finished.values())
