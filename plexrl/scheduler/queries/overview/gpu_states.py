@@ -20,6 +20,7 @@ from plexrl.wire.messages.overview_views import (
     LOST,
     OTHERS,
     SWITCHING,
+    BlockCounts,
     GpuCounts,
     OverviewView,
 )
