@@ -6,13 +6,11 @@ arithmetic works: float32 for what models compute with, 32 bits for counts of en
 bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import replace
 from typing import Final
 
-from plexrl.errors import InvalidRequestError
+from plexrl.bounds import Bounds
 
 COUNT_MAX = 2**31 - 1
 """Largest count of tokens, samples and so on: engines count in 32 bits."""
@@ -38,72 +36,6 @@ SLEEP_S_MIN = 1e-3
 """Shortest time: clocks and timers are about as exact."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Lower and upper bound of a finite number."""
-
-    least: float
-    most: float
-    is_open: bool = False
-    """The upper bound is exclusive."""
-    is_whole: bool = False
-    may_be_absent: bool = False
-    may_be_zero: bool = False
-    """0 has a meaning of its own, and `least` is that of the other numbers."""
-    hint: str = ""
-    """Further words of the message."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
-        bounds."""
-        if not self.holds(value):
-            raise InvalidRequestError(
-                f"{name} is {_short(value)}; it must be {self}{self.hint}", parameter=name
-            )
-
-    def holds(self, value: object) -> bool:
-        """Whether `value` is a number within the bounds, or absent if it may be."""
-        if value is None:
-            return self.may_be_absent
-        kind = Integral if self.is_whole else Real
-        if not isinstance(value, kind) or isinstance(value, bool):
-            return False
-        try:
-            number = int(value) if isinstance(value, Integral) else float(value)
-        except OverflowError:
-            return False
-        if not math.isfinite(number):
-            return False
-        if self.may_be_zero and number == 0:
-            return True
-        return self.least <= number <= self.most and not (self.is_open and number == self.most)
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.is_whole else "a number"
-        zero = "0, or " if self.may_be_zero else ""
-        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
-        return f"{zero}{noun}, at least {self.least_text} and {most}"
-
-    @property
-    def least_text(self) -> str:
-        """The lower bound as text."""
-        return _text(self.least)
-
-    @property
-    def most_text(self) -> str:
-        """The upper bound as text."""
-        return _text(self.most)
-
-
-def _text(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:.12g}"
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}…"
-
-
 def _count(least: int, most: int, hint: str = "") -> Bounds:
     return Bounds(least, most, is_whole=True, hint=hint)
 
@@ -117,6 +49,7 @@ _FROM_0: Final = _count(0, COUNT_MAX)
 _RECORDS: Final = _count(0, RECORDS_MAX)
 _RANKS: Final = _count(1, RANKS_MAX)
 _TOP: Final = _count(0, TOP_LOGPROBS_MAX)
+_CLASS: Final = _count(-100, 100)
 _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
@@ -184,10 +117,18 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "job": {
         "controller_timeout_s": Bounds(SLEEP_S_MIN, SECONDS_MAX),
         "reattach_timeout_s": Bounds(0, SECONDS_MAX),
-        "priority": _count(-100, 100),
+        "priority": _CLASS,
         "gang": _RECORDS,
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
+    },
+    "quote": {
+        "steps": _maybe(_count(1, COUNT_MAX)),
+        "expected_s": _maybe(_SECONDS),
+        "price": _maybe(_PRICE),
+        "gpus": _RANKS,
+        "rollout_gpus": _count(0, RANKS_MAX),
+        "state_bytes": _count(1, BYTES_MAX - 1),
     },
     "deployment": {
         "workers": _maybe(_RANKS),
@@ -228,7 +169,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "live_jobs_max": _maybe(_RECORDS),
         "checkpoints_max": _maybe(_RECORDS),
         "checkpoint_bytes_max": _maybe(_count(0, BYTES_MAX - 1)),
-        "priority_max": _count(-100, 100),
+        "priority_max": _CLASS,
         "slo": _maybe(_PART),
     },
     "rollout": {
@@ -274,6 +215,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
     "result": {"timeout_s": _PATIENCE},
     "queue": {"limit": _count(1, 100)},
+    "key": {"valid_s": _maybe(Bounds(1, _YEARS_DAYS * 86_400))},
+    "audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "page": {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
@@ -368,6 +311,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "nvme_bytes": _count(1, MEMORY_MAX),
     },
     "plexrl node token": {"uses": _count(1, 1_000_000)},
+    "plexrl keys create": {"days": _maybe(Bounds(1 / 1440, _YEARS_DAYS))},
+    "plexrl audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "plexrl tenants set": {
         "weight": _maybe(Bounds(1e-6, 1e6)),
         "priority_max": _maybe(_count(-100, 100)),
@@ -452,6 +397,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "step_s": _maybe(Bounds(1e-6, 1e9)),
     },
     "plexrl fidelity": {"warm_up": _RECORDS, "seeds": _count(1, 10_000)},
+    "plexrl quote": {"steps": _maybe(_COUNT), "priority": _CLASS, "price": _maybe(_PRICE)},
     "plexrl forecast": {
         "groups": _RANKS,
         "cycles": _count(1, 1_000_000),

@@ -18,6 +18,7 @@ from plexrl.client.asynchronous.deployment_kinds import (
 from plexrl.client.asynchronous.job import AsyncJob
 from plexrl.client.blocking.bounded_rollout import BoundedRollout, RolloutBatch
 from plexrl.client.blocking.cluster import Cluster, connect
+from plexrl.client.blocking.deployment import OpenAIAccess
 from plexrl.client.blocking.deployment_kinds import (
     ReferenceDeployment,
     RewardDeployment,
@@ -25,7 +26,6 @@ from plexrl.client.blocking.deployment_kinds import (
     TrainDeployment,
 )
 from plexrl.client.blocking.job import Job
-from plexrl.client.blocking.openai_access import OpenAIAccess
 from plexrl.client.data.batch import Batch
 from plexrl.client.data.decode_profile import DecodeProfile
 from plexrl.client.data.demand import DemandTrace, Segment

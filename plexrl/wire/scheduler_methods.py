@@ -7,8 +7,8 @@ when they arrive: a newer scheduler may say more.
 
 from typing import Generic, TypeVar
 
+from plexrl.access import AddedKeyView, KeyOwnerView, Keys
 from plexrl.wire.messages.cluster_views import (
-    AddedKeyView,
     CheckpointOwnerView,
     ClusterView,
     ConditionsView,
@@ -16,8 +16,6 @@ from plexrl.wire.messages.cluster_views import (
     EtaQualityView,
     ForgottenNode,
     Groups,
-    KeyOwnerView,
-    Keys,
     ModelRootsView,
     NeedlessPayloadsView,
     Nodes,
@@ -35,6 +33,7 @@ from plexrl.wire.messages.overview_views import (
     JobTimesView,
     LanesView,
     OverviewView,
+    PlanView,
     QueueView,
     SharesView,
 )
@@ -62,6 +61,7 @@ AUTHENTICATE = Method[KeyOwnerView]("authenticate")
 CREATE_TENANT = Method[EmptyView]("create_tenant")
 CONFIGURE_TENANT = Method[TenantView]("configure_tenant")
 LIST_TENANTS = Method[Tenants]("list_tenants")
+GET_TENANT = Method[TenantView]("get_tenant")
 LIST_KEYS = Method[Keys]("list_keys")
 ADD_KEY = Method[AddedKeyView]("add_key")
 REVOKE_KEY = Method[EmptyView]("revoke_key")
@@ -74,6 +74,7 @@ ETA_QUALITY = Method[EtaQualityView]("eta_quality")
 OVERVIEW = Method[OverviewView]("overview")
 READ_LANES = Method[LanesView]("read_lanes")
 READ_QUEUE = Method[QueueView]("read_queue")
+READ_PLAN = Method[PlanView]("read_plan")
 JOB_TIMES = Method[JobTimesView]("job_times")
 LIST_SHARES = Method[SharesView]("list_shares")
 SERVICE_LEVELS = Method[ServiceLevels]("service_levels")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
+from plexrl.client.blocking.administration import AccessControl
 from plexrl.client.blocking.cluster import (
     FIRST_CALL,
     SILENCE_S_MAX,
@@ -21,6 +22,22 @@ from plexrl.client.calls.routes import check_router
 from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.first_contact import FirstContact
+from plexrl.client.profiling.job_quotes import JobQuotes
+
+
+class AsyncAccessControl:
+    """Who may do what. The methods are those of `AccessControl`."""
+
+    def __init__(self, access: AccessControl, transport: AsyncTransport) -> None:
+        self._sync = access
+        self._transport = transport
+
+    whoami = in_thread(AccessControl.whoami)
+    tenant = in_thread(AccessControl.tenant)
+    keys = in_thread(AccessControl.keys)
+    create_key = in_thread(AccessControl.create_key)
+    revoke_key = in_thread(AccessControl.revoke_key)
+    audit = in_thread(AccessControl.audit)
 
 
 class AsyncCluster:
@@ -39,6 +56,11 @@ class AsyncCluster:
         return self._sync.url
 
     @property
+    def access(self) -> AsyncAccessControl:
+        """As `Cluster.access`."""
+        return AsyncAccessControl(self._sync.access, self._transport)
+
+    @property
     def ca(self) -> str | os.PathLike[str] | None:
         """As `Cluster.ca`."""
         return self._sync.ca
@@ -53,6 +75,11 @@ class AsyncCluster:
         """As `Cluster.runs`; its methods block."""
         return self._sync.runs
 
+    @property
+    def quotes(self) -> JobQuotes:
+        """As `Cluster.quotes`; its methods block."""
+        return self._sync.quotes
+
     create_job = wrapped_in_thread(Cluster.create_job, AsyncJob)
     attach_job = wrapped_in_thread(Cluster.attach_job, AsyncJob)
     jobs = in_thread(Cluster.jobs)
@@ -65,6 +92,7 @@ class AsyncCluster:
     queue = in_thread(Cluster.queue)
     operations = in_thread(Cluster.operations)
     usage = in_thread(Cluster.usage)
+    quoted = in_thread(Cluster.quoted)
     sharing = in_thread(Cluster.sharing)
     tenants = in_thread(Cluster.tenants)
     create_tenant = in_thread(Cluster.create_tenant)

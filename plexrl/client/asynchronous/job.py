@@ -91,6 +91,7 @@ class AsyncJob:
             await self._await_last_operations()
         await asyncio.to_thread(self._sync.finish, outcome, reason)
 
+    quote = in_thread(Job.quote)
     cancel = in_thread(Job.cancel)
     detach = in_thread(Job.detach)
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from msgspec import UNSET, UnsetType
-
+from plexrl.client.blocking.administration import Administration
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import warn_of_former_jobs
 from plexrl.client.calls.routes import check_router
@@ -16,28 +15,25 @@ from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
+from plexrl.client.profiling.declared_job import DeclaringTransport, declaring_for
+from plexrl.client.profiling.job_quotes import JobQuotes, figures_of
 from plexrl.client.trackers.feed import ChosenTrackers
 from plexrl.errors import AuthenticationError, InvalidRequestError, StorageError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.cluster_views import (
-    DescribedTenants,
-    DescribedTenantView,
     Groups,
     GroupView,
-    Keys,
-    NewKeyView,
-    NewTenantView,
     Nodes,
     NodeView,
     SharingView,
     StatusView,
     UsageReport,
     UsageView,
-    UsedKeyView,
 )
 from plexrl.wire.messages.node_queries import JobCheckpoints
-from plexrl.wire.messages.overview_views import ClusterOverview, QueueView
+from plexrl.wire.messages.overview_views import ClusterOverview, QueueView, QuoteFiguresView
 from plexrl.wire.messages.rollout_views import Rollouts, RolloutStatus
+from plexrl.wire.messages.run_views import QuotedJobView
 from plexrl.wire.messages.views import Jobs, JobView, LoggedOperationView, Operations
 from plexrl.wire.parameter_checks import check_identifier
 
@@ -54,7 +50,7 @@ FIRST_CALL = Call(method="GET", path="/v1/health", read_timeout_s=10.0)
 """The first request of a connection, to learn whether a router replies. It needs no key."""
 
 
-class Cluster:
+class Cluster(Administration):
     """A cluster as one API key sees it. Thread-safe."""
 
     def __init__(self, transport: Transport, local: "EmbeddedCluster | None" = None) -> None:
@@ -100,6 +96,8 @@ class Cluster:
         slo: float | None = None,
         trackers: Sequence[str] | None = None,
         run_warnings: bool | Mapping[str, float] = True,
+        quote: QuoteFiguresView | None = None,
+        dry_run: bool = False,
     ) -> "Job":
         """Submit a job. This process becomes its controller and sends heartbeats.
 
@@ -128,6 +126,11 @@ class Cluster:
         The cluster warns of a sick run, such as one whose samples end by length. `run_warnings`
         gives other limits by name, `{"ended_by_length": 0.9}`, or switches it off (False).
 
+        With `dry_run` nothing is submitted: the job takes deployments, which are not created, and
+        `Job.quote` says when it would start and end, what it would cost, and whom it would delay.
+        `quote` is such an answer's `asked`, or one of its `alternatives`: `Cluster.usage` and the
+        job's page then show it beside the bill.
+
         Raises:
             InvalidRequestError: a tracker is unknown, or its library is not installed.
             QuotaExceededError: the tenant has used all of its GPU-seconds.
@@ -145,7 +148,15 @@ class Cluster:
             "slo": slo,
             "run_warnings": run_warnings,
         }
+        if quote is not None:
+            options["quote"] = figures_of(quote)
         chosen = ChosenTrackers(trackers, os.environ)
+        if dry_run or isinstance(self._transport, DeclaringTransport):
+            declaring = DeclaringTransport.over(self._transport)
+            call = requests.create_job(name, job_id, options)
+            job = Job(declaring, declaring.request(call).json(), heartbeat=False)
+            job.left.set()
+            return job
         self._warn_of_former_jobs()
         call = requests.create_job(name, job_id or self._take_job_id(), options)
         transport = self._transport.for_controller(Controller())
@@ -191,6 +202,11 @@ class Cluster:
         query = {"keep_gradients": keep_gradients}
         view: JobView = transport.ask("POST", f"/v1/jobs/{quote(job)}/attach", query=query)
         return _followed(Job(transport, view, heartbeat=True), chosen)
+
+    @property
+    def quotes(self) -> JobQuotes:
+        """Quotes of jobs like others; of a declared one: `create_job(dry_run=True)`."""
+        return JobQuotes(self._transport)
 
     @property
     def runs(self) -> ScriptRuns:
@@ -270,106 +286,18 @@ class Cluster:
         view: UsageReport = self._transport.ask("GET", "/v1/usage")
         return view["usage"]
 
+    def quoted(self) -> list[QuotedJobView]:
+        """What jobs were quoted beside what came of them, oldest first: the tenant's own; for the
+        operator all. Only jobs that were created with a `quote`."""
+        view: UsageReport = self._transport.ask("GET", "/v1/usage")
+        return view["quoted"]
+
     def sharing(self) -> list[SharingView]:
         """Savings by sharing GPUs, one row for each job with savings: the tenant's own; for the
         operator all. `saved_gpu_seconds` is `isolated_gpu_seconds` (on groups of its own) less
         `held_gpu_seconds` (its part of shared groups); negative if sharing cost more."""
         found: UsageReport = self._transport.ask("GET", "/v1/usage")
         return found["sharing"]
-
-    def tenants(self) -> list[DescribedTenantView]:
-        """All tenants with their weights, their quotas and what they hold (operator only)."""
-        found: DescribedTenants = self._transport.ask("GET", "/v1/tenants")
-        return found["tenants"]
-
-    def create_tenant(self, name: str) -> str:
-        """Create the tenant `name` (operator only). Returns its API key, which is shown only
-        once."""
-        made: NewTenantView = self._transport.ask("POST", "/v1/tenants", body={"name": name})
-        return made["api_key"]
-
-    def configure_tenant(
-        self,
-        name: str,
-        *,
-        weight: float | UnsetType = UNSET,
-        jobs_max: int | UnsetType | None = UNSET,
-        gpus_max: int | UnsetType | None = UNSET,
-        gpu_seconds_max: float | UnsetType | None = UNSET,
-        priority_max: int | UnsetType = UNSET,
-        live_jobs_max: int | UnsetType | None = UNSET,
-        checkpoints_max: int | UnsetType | None = UNSET,
-        checkpoint_bytes_max: int | UnsetType | None = UNSET,
-        slo: float | UnsetType | None = UNSET,
-        model_roots: Sequence[str] | UnsetType = UNSET,
-    ) -> DescribedTenantView:
-        """Change the settings of the tenant `name` (operator only). Returns the changed tenant.
-
-        `weight` is its share of contended GPUs relative to other tenants (default 1);
-        `priority_max` is the highest `priority` of its jobs (default 0). Quotas: `jobs_max` jobs
-        that hold GPUs and `live_jobs_max` that have not ended; `gpus_max` GPUs at a time;
-        `gpu_seconds_max` GPU-seconds in total; `checkpoints_max` checkpoints of
-        `checkpoint_bytes_max` bytes together. `slo` is that of its later jobs that name none.
-        `model_roots` are absolute paths of directories below which it may load models, beside those
-        of the cluster's `model_roots` and its own checkpoints.
-
-        An argument that is left out changes nothing. None removes a quota; for `live_jobs_max`,
-        `checkpoints_max`, `checkpoint_bytes_max` and `slo` it restores the cluster's own bound.
-        """
-        named = {
-            "weight": weight,
-            "jobs_max": jobs_max,
-            "gpus_max": gpus_max,
-            "gpu_seconds_max": gpu_seconds_max,
-            "priority_max": priority_max,
-            "live_jobs_max": live_jobs_max,
-            "checkpoints_max": checkpoints_max,
-            "checkpoint_bytes_max": checkpoint_bytes_max,
-            "slo": slo,
-            "model_roots": model_roots,
-        }
-        settings = {key: value for key, value in named.items() if value is not UNSET}
-        check_numbers("tenant", settings)
-        changed: DescribedTenantView = self._transport.ask(
-            "PATCH", _tenant_path(name), body=settings
-        )
-        return changed
-
-    def tenant_keys(self, name: str) -> list[UsedKeyView]:
-        """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
-        of creation and its last use since the start of the scheduler, to about a minute; never the
-        key itself."""
-        found: Keys = self._transport.ask("GET", f"{_tenant_path(name)}/keys")
-        return found["keys"]
-
-    def rotate_key(self, name: str) -> NewKeyView:
-        """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
-        is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
-        made: NewKeyView = self._transport.ask("POST", f"{_tenant_path(name)}/keys")
-        return made
-
-    def revoke_key(self, name: str, key: str) -> None:
-        """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
-        self._transport.ask("DELETE", f"{_tenant_path(name)}/keys/{quote(key, safe='')}")
-
-    def drain(self, node: str) -> NodeView:
-        """Move all work off the node named `node` (operator only). Each deployment moves between
-        two of its operations, as soon as there is capacity elsewhere. No new work is placed on the
-        node."""
-        path = f"/v1/nodes/{quote(node, safe='')}/drain"
-        view: NodeView = self._transport.ask("POST", path)
-        return view
-
-    def undrain(self, node: str) -> NodeView:
-        """Put the drained node named `node` back in use (operator only)."""
-        path = f"/v1/nodes/{quote(node, safe='')}/undrain"
-        view: NodeView = self._transport.ask("POST", path)
-        return view
-
-    def remove_node(self, node: str) -> None:
-        """Forget the node named `node`, which has left or does not come back, and has no work
-        (operator only)."""
-        self._transport.ask("DELETE", f"/v1/nodes/{quote(node, safe='')}")
 
     def close(self) -> None:
         """Close the connection. An embedded cluster ends with the last script that uses it."""
@@ -400,10 +328,6 @@ class Cluster:
         is_new = self._former_jobs is not None
         jobs = self.jobs() if self._former_jobs is None else self._former_jobs
         warn_of_former_jobs(self._transport, jobs, is_new=is_new)
-
-
-def _tenant_path(name: str) -> str:
-    return f"/v1/tenants/{quote(name, safe='')}"
 
 
 def connect(
@@ -476,7 +400,7 @@ def open_cluster(
             raise AuthenticationError("no API key for the URL was given: set PLEXRL_API_KEY")
         transport = Transport(url, api_key, timeout_s, ca or environment.get("PLEXRL_CA_FILE"))
         LOG.info("cluster: %s", transport.location.url)
-        return Cluster(transport)
+        return Cluster(declaring_for(transport, environment))
     from plexrl.cluster.data_dir.folder import DATA_DIR
     from plexrl.cluster.embedded.start import join_or_start
 
@@ -484,7 +408,7 @@ def open_cluster(
         data_dir = environment.get("PLEXRL_DATA_DIR") or DATA_DIR
     local = join_or_start(data_dir, timeout_s)
     transport = Transport(local.url, api_key or local.api_key, timeout_s, ca or local.ca)
-    cluster = Cluster(transport, local)
+    cluster = Cluster(declaring_for(transport, environment), local)
     if local.is_started:
         cluster._record_former_jobs()
     return cluster

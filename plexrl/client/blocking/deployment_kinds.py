@@ -5,14 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from plexrl.client.blocking.deployment import Deployment
+from plexrl.client.blocking.deployment import Deployment, OpenAIAccess, open_access, read_captured
 from plexrl.client.blocking.judges import (
     Answers,
     ask_for_probabilities,
     ask_for_replies,
     ask_for_scores,
 )
-from plexrl.client.blocking.openai_access import OpenAIAccess, open_access, read_captured
 from plexrl.client.calls import requests
 from plexrl.client.calls.transport import deployment_path
 from plexrl.client.data.decode_profile import DecodeProfile

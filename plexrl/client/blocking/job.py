@@ -27,8 +27,12 @@ from plexrl.client.data.demand import DemandTrace, plain_trace
 from plexrl.client.data.rollout_policy import SYNCHRONOUS, RolloutPolicy, plain_fields
 from plexrl.client.display.handle_repr import handle_repr
 from plexrl.client.futures.futures import wait_final
+from plexrl.client.profiling.declared_job import DeclaringTransport
+from plexrl.client.profiling.job_quotes import JobQuotes
+from plexrl.errors import ConflictError
 from plexrl.limits import check_numbers
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.messages.overview_views import QuoteView
 from plexrl.wire.messages.views import JobView
 from plexrl.wire.operations import SamplingParams
 from plexrl.wire.parameter_checks import check_rollout_sampling
@@ -454,6 +458,23 @@ class Job(JobRecords):
         self.left.set()
         self._close_trackers(outcome)
         atexit.unregister(self._at_exit)
+
+    def quote(self, *, steps: int | None = None, price: float | None = None) -> QuoteView:
+        """When this job of a dry run (`create_job(dry_run=True)`) would start and end if it was
+        submitted now with the deployments that it has declared, what it would cost, and whom it
+        would delay. It makes `steps` cycles (absent: by its `expected_s`, or as long as earlier
+        jobs of its name); `price` is that of a GPU-hour.
+
+        Raises:
+            ConflictError: the job was submitted.
+            InvalidRequestError: nothing was declared, or nothing is known of its cycles.
+            CapacityError, OverloadedError: as `Cluster.quotes.like`.
+        """
+        transport = self._transport
+        if not isinstance(transport, DeclaringTransport):
+            raise ConflictError(f"job {self.job!r} was submitted: `explain` says when it ends")
+        asked = {**transport.declared.body(), "steps": steps, "price": price}
+        return JobQuotes(transport).ask(asked)
 
     def __enter__(self) -> "Job":
         return self

@@ -34,3 +34,8 @@ def die_with_named_parent(environment: MutableMapping[str, str]) -> None:
     """
     name = environment.pop(PARENT, "")
     die_with_parent(parent=int(name) if name.isdigit() else None)
+
+
+def environment_of_child() -> dict[str, str]:
+    """This process's environment, which names it as the parent for `die_with_named_parent`."""
+    return {**os.environ, PARENT: str(os.getpid())}

@@ -123,9 +123,14 @@ def remember(situation: Situation, deployment: Deployment) -> bool:
 
 def begin_with_known(situation: Situation, deployment: Deployment) -> None:
     """Give a new deployment of unknown demand that of its predecessor, or else the prior."""
-    state = situation.state
     assert deployment.demand.trace is None, f"the demand of {deployment.deployment} is known"
-    known = state.profiles.get(profile_key(state, deployment))
+    expect_as_before(situation, situation.state.job(deployment.job), deployment)
+
+
+def expect_as_before(situation: Situation, job: Job, deployment: Deployment) -> None:
+    """Give the deployment of `job`, which need not be part of the state, the demand of earlier
+    ones."""
+    known = situation.state.profiles.get(_profile_key(job, deployment))
     deployment.demand.know(known)
     if known is None and deployment.spec.may_share and not deployment.spec.preemptible:
         take_prior(deployment, prior_of(situation, shape_key(deployment)))
@@ -180,7 +185,10 @@ def _name_key(tenant: TenantId, name: str) -> str:
 
 def profile_key(state: State, deployment: Deployment) -> str:
     """Key of the profile: a later deployment with the same key starts with it."""
-    job = state.job(deployment.job)
+    return _profile_key(state.job(deployment.job), deployment)
+
+
+def _profile_key(job: Job, deployment: Deployment) -> str:
     name = deployment.deployment.rsplit("/", 1)[-1]
     parts = [
         job.tenant,

@@ -152,10 +152,8 @@ def forget_open_cycle(deployment: Deployment) -> None:
 
 
 def profile(cycles: Sequence[Cycle]) -> DemandTrace | None:
-    """The median demand trace of these cycles; None if they have no busy time."""
+    """The median demand trace of these cycles, at least one; None if they have no busy time."""
     periods = [cycle.length_s - cycle.waited_s for cycle in cycles]
-    if not periods:
-        return None
     period_s = median(periods)
     if not PERIOD_S_MIN <= period_s <= PERIOD_S_MAX:
         return None

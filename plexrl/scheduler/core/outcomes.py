@@ -97,7 +97,9 @@ def run_finished(context: Context, event: OperationFinished, now: float) -> None
         _interrupted(step, deployment, operation, event)
     else:
         has_stored = wpg.residency is _OFFLOADED and operation.kind is _OPTIM_STEP
-        if not has_stored:
+        if has_stored:
+            demand.estimates.observe_stored_step(event.compute_s)
+        else:
             demand.estimates.observe(operation.kind, operation.tokens, event.compute_s)
         if event.peak_bytes:
             demand.observe_peak(event.peak_bytes)
@@ -236,13 +238,21 @@ def _new_work_failed(
     fail_operation(step, operation, error)
     if is_intact:
         deployment.wpg.processes.succeed()
-        if not deployment.work.running and deployment.wpg.residency is not _OFFLOADED:
-            deployment.demand.burst.pause(now)
+        if not deployment.work.running:
+            _wait_after_failure(deployment, now)
         effects.touch_all(deployment.placement.groups)
     else:
         # Workers that report non-finite weights are intact; only their state is not.
         counts = not isinstance(error, NonFiniteWeightsError)
         restart(context, deployment, error.message, now, counts=counts)
+
+
+def _wait_after_failure(deployment: Deployment, now: float) -> None:
+    """The last run of a deployment failed: what is left of its queue waits for the group now."""
+    if deployment.wpg.residency is not _OFFLOADED:
+        deployment.demand.burst.pause(now)
+    if deployment.work.queue:
+        deployment.demand.burst.want(now)
 
 
 def _needs_load(operation: Operation, error: PlexRLError, is_intact: bool) -> bool:

@@ -12,9 +12,9 @@ GAP_MARGIN = 4.0
 USUAL_MARGIN = 3.0
 """A burst that is longer than this multiple of the usual ones is not of usual length."""
 
-OPERATIONS_MIN = 8
-"""Fewer operations without a pause are a step of training rather than a controller that never
-pauses, however long they take."""
+USUAL_FACTOR = 5.0
+"""A burst of usual length may hold the group for this multiple of the bound of others. An
+interruption gains nothing by itself: of two equal bursts that are cut in turns both end late."""
 
 BOUND_S_MIN = 1.0
 """The least bound of a burst: first loads of small states are predicted to take no time."""
@@ -51,29 +51,25 @@ def is_within_bound(step: Step, holder: Deployment) -> bool:
 def bound_s(situation: Situation, holder: Deployment) -> float:
     """For how many seconds the holder's burst may hold the group though others wait.
 
-    A burst of usual length has `burst_max_s`, since an interruption costs two switches. One that is
-    `USUAL_MARGIN` times as long, or of unknown length and `OPERATIONS_MIN` operations, may be of a
-    controller that never pauses. It has `burst_interruptions` times what an interruption costs, so
-    that these take 5 % of the time at most.
+    It is `burst_interruptions` times what an interruption costs, so that interruptions take 5 % of
+    the time at most, whatever is declared and however long operations take. A burst of usual length
+    may go on to `USUAL_MARGIN` times that length, and for `USUAL_FACTOR` times the bound at most.
     """
-    config, burst = situation.settings.config, holder.demand.burst
-    longest_s, usual_s = config.burst_max_s, _usual_s(holder.demand)
-    # What usually lasts longer than any cycle does is none.
-    left_s = USUAL_MARGIN * usual_s - burst.cut_s if usual_s <= longest_s else 0.0
-    is_short = burst.served < OPERATIONS_MIN and not burst.cut_s
-    if is_short or left_s >= longest_s or not config.burst_interruptions:
-        return longest_s
-    short_s = config.burst_interruptions * interruption_s(situation.state, holder)
-    return min(longest_s, max(left_s, short_s, BOUND_S_MIN))
+    config = situation.settings.config
+    if not config.burst_interruptions:
+        return config.burst_max_s
+    cost_s = config.burst_interruptions * interruption_s(situation.state, holder)
+    left_s = USUAL_MARGIN * _usual_s(holder.demand, config.burst_max_s) - holder.demand.burst.cut_s
+    return min(config.burst_max_s, max(cost_s, min(left_s, USUAL_FACTOR * cost_s), BOUND_S_MIN))
 
 
-def _usual_s(demand: Demand) -> float:
+def _usual_s(demand: Demand, longest_s: float) -> float:
     """Usual seconds of a burst until the controller pauses: as measured, otherwise by the declared
-    or remembered cycle; 0: unknown."""
-    measured_s = demand.estimates.burst_s(demand.burst.tokens)
-    if measured_s or demand.trace is None:
-        return measured_s
-    return max([segment.duration_s for segment in demand.trace.segments], default=0.0)
+    or remembered cycle; 0: unknown, or longer than any cycle is."""
+    usual_s = demand.estimates.burst_s(demand.burst.tokens)
+    if not usual_s and demand.trace is not None:
+        usual_s = max([segment.duration_s for segment in demand.trace.segments], default=0.0)
+    return usual_s if usual_s <= longest_s else 0.0
 
 
 def is_after_burst(situation: Situation, deployment: Deployment, pause_s: float) -> bool:

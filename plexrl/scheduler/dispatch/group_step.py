@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.anticipation import expected_next, may_anticipate
 from plexrl.scheduler.dispatch.bursts import (
     cut_burst,
@@ -27,6 +26,7 @@ from plexrl.scheduler.dispatch.bursts import (
 )
 from plexrl.scheduler.dispatch.candidates.busy_time import expected_free_s, turn_s
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_all
+from plexrl.scheduler.dispatch.candidates.ranking import first_of, stays_first
 from plexrl.scheduler.dispatch.candidates.readiness import (
     candidate,
     next_operation,
@@ -47,7 +47,6 @@ from plexrl.scheduler.recovery.evacuation import displace, leaving_fillers
 from plexrl.scheduler.recovery.rebuilding import may_replay
 from plexrl.scheduler.recovery.relocation import finish as finish_relocation
 from plexrl.scheduler.recovery.relocation import is_due, is_stopping
-from plexrl.scheduler.rules.ordering import first
 from plexrl.scheduler.state import group_lock
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.machines.wpg_states import WpgState
@@ -186,16 +185,6 @@ class GroupStep:
     def _wants(self, member: Deployment) -> bool:
         return wants_the_group(self._state, member, self._now)
 
-    def _first(self, waiting: Sequence[Deployment]) -> Deployment:
-        """The first of `waiting`, which is not empty, by the ordering."""
-        if len(waiting) == 1:
-            return waiting[0]
-        settings, candidates = self._settings, [candidate(self._state, each) for each in waiting]
-        bound_s = settings.config.starvation_bound_s
-        best = first(settings.ordering, candidates, self._now, bound_s)
-        assert best is not None, f"{self._group.group}: no candidate is first"
-        return self._state.deployments[DeploymentId(best.name)]
-
     def _first_to_start(self, waiting: Sequence[Deployment]) -> Deployment | None:
         """The first of `waiting` that is not held back from a critical segment, and whose groups
         are all free for it. One that has to wait for its groups reserves them: after it only those
@@ -203,7 +192,7 @@ class GroupStep:
         guards = self._settings.policy.guards_slack
         left, reserved_s = list(waiting), math.inf
         while left:
-            chosen = self._first(left)
+            chosen = first_of(self._step, left, self._now)
             if not (guards and self._held_back(chosen)):
                 wait_s = 0.0
                 if len(chosen.placement.groups) > 1:
@@ -263,7 +252,7 @@ class GroupStep:
             and group.group in each.placement.groups
             and not (guards and self._held_back(each))
         ]
-        goes_first = not rivals or self._first([member, *rivals]) is member
+        goes_first = not rivals or first_of(self._step, [member, *rivals], self._now) is member
         if goes_first and (
             holder is None or holder.spec.preemptible or self._may_be_relieved(holder, [member])
         ):
@@ -341,9 +330,8 @@ class GroupStep:
         ordering, burst = self._settings.ordering, holder.demand.burst
         leaves = leaves_its_step(self._state, holder)
         if self._wants(holder) and not leaves:
-            rivals = [holder, *waiting]
-            settle_all(self._step, self._groups, rivals)
-            if self._first(rivals) is not holder:
+            settle_all(self._step, self._groups, [holder, *waiting])
+            if not stays_first(self._step, holder, waiting, self._now):
                 return True
             if ordering.holds_bursts:
                 cut_burst(self._step, holder)
@@ -381,7 +369,9 @@ class GroupStep:
     def _look_ahead(self, holder: Deployment) -> None:
         """While the holder works: prefetch the next member's state into host memory."""
         group, now, waiting = self._group, self._now, self._waiting(besides=holder)
-        expected = self._first(waiting) if waiting else expected_next(self._state, group, now)
+        expected = None if waiting else expected_next(self._state, group, now)
+        if waiting:
+            expected = first_of(self._step, waiting, now)
         if expected is None or expected is holder:
             return
         hint = prefetch(group, expected, now)

@@ -62,8 +62,8 @@ def start_stored_runs(step: Step, group: Group) -> None:
 def leaves_its_step(state: State, holder: Deployment) -> bool:
     """Whether all that an idle holder has left of its burst is an optimizer step that another
     member need not wait for: it runs once the holder is offloaded. A deployment whose weights
-    nobody pulls ends its bursts with a step, if it is known to pause, and to pause after nearly
-    each of its steps."""
+    nobody pulls ends its bursts with a step, if it was seen to pause after nearly each of its
+    steps."""
     queue = holder.work.queue
     if len(queue) != 1 or not holder.spec.steps_in_host or holder.work.running:
         return False
@@ -73,7 +73,8 @@ def leaves_its_step(state: State, holder: Deployment) -> bool:
     if head.ends_burst:
         return True
     part = holder.demand.estimates.pauses_after_steps
-    if usual_pause_s(holder) is None or (part is not None and part < STEPS_PART):
+    if usual_pause_s(holder) is None or part is None or part < STEPS_PART:
+        # What is declared or remembered of a cycle does not tell whether a publish follows a step.
         return False
     return not _publishes(state, holder)
 
@@ -125,6 +126,6 @@ def _start(step: Step, member: Deployment, operation: Operation) -> None:
     note_start(member, operation, now)
     # The estimate was of a wait for the group, which this run does not need: it is no error.
     operation.expected_at = operation.expected_within = None
-    if not member.work.queue:
-        member.demand.burst.stop_wanting()
+    # What is behind it waits for it, and for others only from its end on.
+    member.demand.burst.stop_wanting()
     send_run(step, member, operation)

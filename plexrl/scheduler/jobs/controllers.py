@@ -97,7 +97,9 @@ def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
         usual_s=usual_length(context, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
+        user=event.user,
         halts_on_failure=event.halts_on_failure,
+        quote=event.quote,
     )
     cluster.holdings.count_live_job(event.tenant, +1)
     context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))

@@ -59,7 +59,7 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
     job = find_live_job(context.state, event.job)
     check_controller(job, event.controller)
     known = context.state.deployments.get(event.deployment)
-    spec = _spec_of(event, job)
+    spec = requested_spec(event, job)
     if known is not None:
         _check_same(known, event, spec)
         return
@@ -67,7 +67,19 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
         raise InvalidRequestError(f"deployment {event.deployment!r}: use {' or '.join(USER_KINDS)}")
     if event.preemptible:
         _check_preemptible(job, event)
-    deployment = Deployment(
+    deployment = new_deployment(event, spec, now)
+    if not event.preemptible:
+        check_gpus(context.state, job, event.workers)
+    check_it_can_share(context, job, deployment)
+    _add(context, job, deployment)
+    seen(context, job, now)
+    share_if_scarce(context, deployment)
+    enqueue_deployment(context, deployment)
+
+
+def new_deployment(event: DeploymentCreated, spec: RequestedSpec, now: float) -> Deployment:
+    """The record of a deployment that was just created, which is not part of the state yet."""
+    return Deployment(
         deployment=event.deployment,
         job=event.job,
         created_at=now,
@@ -81,16 +93,9 @@ def deployment_created(context: Context, event: DeploymentCreated, now: float) -
             memory=event.memory,
         ),
     )
-    if not event.preemptible:
-        check_gpus(context.state, job, event.workers)
-    check_it_can_share(context, job, deployment)
-    _add(context, job, deployment)
-    seen(context, job, now)
-    share_if_scarce(context, deployment)
-    enqueue_deployment(context, deployment)
 
 
-def _spec_of(event: DeploymentCreated, job: Job) -> RequestedSpec:
+def requested_spec(event: DeploymentCreated, job: Job) -> RequestedSpec:
     """What is asked for, as the job's bound of waiting allows it."""
     owns_group = job.slo == 0.0 or (event.kind == "rollout" and not event.shares)
     return RequestedSpec(

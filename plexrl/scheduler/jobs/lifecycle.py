@@ -19,6 +19,7 @@ from plexrl.scheduler.accounting.profiler import forget_open_cycle, waiting_part
 from plexrl.scheduler.accounting.retention import last_incarnation
 from plexrl.scheduler.accounting.sharing import note_wait
 from plexrl.scheduler.accounting.usage import discard, meter
+from plexrl.scheduler.jobs.quoted_jobs import remember_quote
 from plexrl.scheduler.operations.deadlines.bounds import watch
 from plexrl.scheduler.operations.deadlines.cancellation import early_end, is_over
 from plexrl.scheduler.operations.operations import abort, fail_operation, interrupt
@@ -84,6 +85,7 @@ def end_job(context: Context, job: Job, trigger: JobTrigger, reason: str, now: f
     context.cluster.holdings.count_live_job(job.tenant, -1)
     if trigger is JobTrigger.COMPLETED:
         remember_length(context, job, now)
+        remember_quote(state, job, now)
     job.attached = False
     context.cluster.holdings.detached.pop(job.job, None)
     for name in job.deployments:

@@ -174,9 +174,8 @@ def _queue(
     place: int | None = None,
 ) -> None:
     work, burst = deployment.work, deployment.demand.burst
-    # What runs on the stored state does so without the group, for which others wait meanwhile.
-    has_group = work.running and deployment.wpg.residency is not _OFFLOADED
-    if not has_group and (burst.wants_since is None or not work.queue):
+    # While something of its own runs, it waits for that, also without the group.
+    if not work.running and (burst.wants_since is None or not work.queue):
         burst.want(step.now)
     work.enqueue(len(work.queue) if place is None else place, operation)
     if step.state.operations[operation].kind in deployment.spec.stored_kinds:
@@ -413,10 +412,10 @@ def finish_operation(
 def _note_run(step: Step, deployment: Deployment, operation: Operation) -> None:
     if deployment.wpg.residency is _OFFLOADED:
         stored_run_ended(deployment, operation.kind)
-        return
-    began_at = operation.started_at if operation.started_at is not None else step.now
-    overlapped = _rollouts_generate(step.state, deployment)
-    run_ended(deployment, operation.kind, began_at, step.now, overlapped=overlapped)
+    else:
+        began_at = operation.started_at if operation.started_at is not None else step.now
+        overlapped = _rollouts_generate(step.state, deployment)
+        run_ended(deployment, operation.kind, began_at, step.now, overlapped=overlapped)
     if deployment.work.queue:
         deployment.demand.burst.want(step.now)
 

@@ -6,6 +6,7 @@ from plexrl.ids import DeploymentId
 from plexrl.scheduler.dispatch.bursts import bound_s
 from plexrl.scheduler.dispatch.candidates.busy_time import (
     OVERDUE_S_MIN,
+    is_of_unknown_length,
     last_free_group,
     overdue_s,
     under_way_s,
@@ -13,6 +14,7 @@ from plexrl.scheduler.dispatch.candidates.busy_time import (
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s, runs_on_stored_state
 from plexrl.scheduler.dispatch.slack_guard import holds_back
 from plexrl.scheduler.operations.deadlines.bounds import runs
+from plexrl.scheduler.operations.deadlines.durations import run_s
 from plexrl.scheduler.operations.held.unreturned_memory import reason_for
 from plexrl.scheduler.operations.submission.queue_order import position_in_queue
 from plexrl.scheduler.placement.cluster import Cluster
@@ -67,6 +69,8 @@ def explain(
     if group is not None and group.holder is not None:
         holder = name_for(cluster.state, group.holder, deployment, sees_all=sees_all)
     reason, rule, eta_s = _reason(cluster, operation, deployment, group, now, sees_all)
+    if _is_behind_unknown(cluster.state, deployment, group):
+        eta_s = None
     position = _position(cluster.state, deployment, operation)
     low_s = high_s = None
     if eta_s is not None and group is not None and rule not in OWN_WORK:
@@ -79,6 +83,14 @@ def explain(
         eta_low_s=low_s,
         eta_high_s=high_s,
         position=position,
+    )
+
+
+def _is_behind_unknown(state: State, deployment: Deployment, group: Group | None) -> bool:
+    """Whether something runs before an operation of which nothing tells when it ends."""
+    names = {deployment.deployment, None if group is None else group.holder}
+    return any(
+        is_of_unknown_length(state, state.deployments[name]) for name in names if name is not None
     )
 
 
@@ -139,7 +151,9 @@ def _why_running(
     if not situation.state.routers:
         return "no router is connected; it is sent again once one connects", "router", None
     began_at = operation.started_at if operation.started_at is not None else now
-    expected_s = deployment.demand.estimates.operation_s(operation.kind, operation.tokens)
+    expected_s = run_s(situation.state, deployment, operation)
+    if expected_s is None:
+        return "it is running, and it is not known yet how long that takes", "running", None
     if late := _overdue(situation, deployment, now):
         return f"it is running, expected to take {expected_s:.1f} s, {late}", "running", None
     return "it is running", "running", max(0.0, expected_s - (now - began_at))

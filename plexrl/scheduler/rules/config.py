@@ -219,13 +219,14 @@ class SchedulerConfig:
     burst_hold_s: float = 0.05
     """Maximum time that a group idles for the holder's next operation while others wait."""
     burst_max_s: float = 300.0
-    """A burst that has lasted this long yields at the next operation boundary. Longer than any
-    cycle's work on a group, because an interrupted burst costs two more switches."""
+    """A burst that has lasted this long while others wait yields at the next operation boundary.
+    Longer than any cycle's work on a group, because an interrupted burst costs two more
+    switches."""
     burst_interruptions: float = 20.0
-    """A burst of three times the usual length, or of unknown length, yields before that: after this
-    many times the switches to another member and back, but not before a second. So a controller
-    that never pauses has others wait for seconds, and these switches take 1 / 21 of the time at
-    most. 0: after `burst_max_s` only."""
+    """A burst yields before that: after this many times the switches to another member and back,
+    but not before a second. One that is not three times as long as usual may last for five times as
+    long. So others wait for seconds if switches take tenths of a second, and interruptions take
+    1 / 21 of the time at most. 0: after `burst_max_s` only."""
     launch_attempts: int = 3
     """Losses of a WPG's processes in a row, at the same operation or before any, after which one
     more ends the job. So does one more after ten times as many without new work in between."""

@@ -21,6 +21,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.scheduler.state.demand.estimates import MoveLaw
+from plexrl.scheduler.state.demand.job_quote import JobQuote
 from plexrl.scheduler.state.demand.trace import DemandTrace, ShapeDemand
 from plexrl.scheduler.state.deployment.demand import Demand
 from plexrl.scheduler.state.deployment.placement import Placement
@@ -224,6 +225,8 @@ class Job:
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
+    user: str = ""
+    """Who submitted it; empty: nobody in particular."""
     keys: list[str] = field(default_factory=list)
     """Digests of the API keys of this job alone, oldest first."""
     halts_on_failure: bool = False
@@ -235,6 +238,8 @@ class Job:
     usage: dict[OperationKind, UsageRow] = field(default_factory=dict)
     """Use by kind of operation."""
     sharing: Sharing = field(default_factory=Sharing)
+    quote: JobQuote | None = None
+    """What it was told before its submission; None: nothing."""
 
 
 RATIO_BOUNDS = (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 8.0)

@@ -170,6 +170,15 @@ class TraceRun:
         self._faults.start()
         self._schedule_next_job(None)
 
+    def add_tenant(self, tenant: TenantId, settings: ev.TenantConfigured | None = None) -> None:
+        """Create a tenant, with these quotas, unless it is known."""
+        if tenant in self._tenants:
+            return
+        self._tenants.add(tenant)
+        self._send(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
+        if settings is not None:
+            self._send(settings)
+
     def check_it_ended(self) -> None:
         """Check that the run is complete.
 
@@ -288,8 +297,7 @@ class TraceRun:
                 f"cannot simulate job {job.job_id} (at {job.priority}) {WRONG_PRIORITY}"
             )
         self.jobs_seen += 1
-        scenario, shell = self.scenario, self.shell
-        behaviour = scenario.behaviour
+        scenario, shell, behaviour = self.scenario, self.shell, self.scenario.behaviour
         kind = self._types.get(job.node_type, scenario.pools[0].node_type)
         run = new_run(job, f"j{self.jobs_seen}", kind, scenario, self._cycle_factory)
         self._runs[run.deployment] = run
@@ -297,17 +305,14 @@ class TraceRun:
             self._rollouts[run.rollouts.deployment] = run.rollouts
         self._collector.job_submitted(job, shell.now)
         self._faults.job_submitted(run.deployment, job.job_id)
-        tenant = TenantId(job.tenant or "-")
-        if tenant not in self._tenants:
-            self._tenants.add(tenant)
-            self._send(ev.TenantCreated(tenant=tenant, key_digest=tenant, is_operator=True))
-        self._send(submission(run, tenant, self.scenario.slo))
+        self.add_tenant(tenant := TenantId(job.tenant or "-"))
+        self._send(submission(run, tenant, scenario.slo))
         node_type = job.node_type if job.node_type in self._types else ""
         demand = demand_of(job, behaviour) if scenario.warm else None
         rolls_out = rollout_demand_of(job, behaviour) if scenario.warm else None
-        placed = scenario.rollouts
+        made = deployments(run, node_type, demand, rolls_out, placed=scenario.rollouts)
         try:
-            for created in deployments(run, node_type, demand, rolls_out, placed=placed):
+            for created in made:
                 self._send(created)
         except (CapacityError, ModelDoesNotFitError, InvalidRequestError):
             # The job is larger than the cluster or its memory.

@@ -152,7 +152,11 @@ class HostArena:
         """Map the memory from a load: a version's own bytes, or with `writer` a copy of them."""
         self.users.end()
         if writer is None:
-            self._map_to_read(reader)
+            try:
+                self._map_to_read(reader)
+            except OSError:
+                os.close(reader)
+                raise
             self._holds(reader, is_writable=False)
         else:
             self._map(Borrowed(reader=reader, writer=writer, holds=True), self.address)

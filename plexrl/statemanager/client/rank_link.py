@@ -106,7 +106,11 @@ class RankLink:
         sizes = answer.get("segment_bytes", ())
         fds = received[: len(sizes)]
         if self.host is not None and isinstance(request, Load):
-            self._attach_host(self.host, received[len(sizes) :])
+            try:
+                self._attach_host(self.host, received[len(sizes) :])
+            except BaseException:
+                close_all(fds)
+                raise
         if "segment_bytes" not in answer:
             return answer
         assert self.arena is not None, "memory is lent only to a registered arena"
@@ -132,7 +136,11 @@ class RankLink:
         if len(fds) != 4:
             close_all(fds)
             raise ConnectionLostError(f"{len(fds)} descriptors of host memory arrived, not 4")
-        arena.attach(fds[0], fds[1])
+        try:
+            arena.attach(fds[0], fds[1])
+        except BaseException:
+            close_all(fds[2:])
+            raise
         host.attach(fds[2], fds[3])
         return answer
 

@@ -13,7 +13,7 @@ from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.rank_link import RankLink
 from plexrl.statemanager.client.reports import MoveReport
 from plexrl.statemanager.layout.keys import StatePart
-from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep
+from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep, UndoStep
 from plexrl.wire.messages import SaveRequest
 
 
@@ -54,6 +54,17 @@ class StoredStep:
         answer = self._link.call(SaveStep(order=order, parts=tuple(sorted(parts))))
         self.stored = order.seq, answer["stamp"]
         return msgspec.convert(answer, MoveReport)
+
+    def undo(self) -> None:
+        """Drop the version that was made, if one was: another rank has made none. A StateManager
+        that cannot be reached keeps it until the next save.
+
+        Raises:
+            PlexRLError: the StateManager raised it, or did not come back in time.
+        """
+        made, self.stored = self.stored, None
+        if made is not None:
+            self._link.call(UndoStep(seq=made[0], stamp=made[1]))
 
     def end(self) -> None:
         """Unmap and return the memory, whatever happened."""

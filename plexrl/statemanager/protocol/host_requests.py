@@ -57,6 +57,16 @@ class SaveStep(Request, frozen=True, kw_only=True):
     parts: tuple[StatePart, ...]
 
 
+class UndoStep(Request, frozen=True, kw_only=True):
+    """Drop the version that `SaveStep` stored: another rank stored none, so that nobody loads
+    it."""
+
+    is_answered_plainly: ClassVar[bool] = True
+    seq: int
+    stamp: str
+    """Stamp (ETag) of the version."""
+
+
 def host_start(arena_bytes: int) -> int:
     """First offset of slices in host memory, for an arena of that size."""
     return padded(arena_bytes, PAGE_BYTES)

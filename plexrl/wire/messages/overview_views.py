@@ -303,3 +303,68 @@ class JobTimesView(TypedDict):
     memory: list[JobMemoryView]
     """Where the states of its deployments lie now."""
     rows: list[TimesView]
+
+
+class PlanView(TypedDict):
+    """The plan of a cluster with one more job, for the process that simulates it."""
+
+    plan: str
+    """JSON of `scheduler.queries.overview.planned_jobs.ClusterPlan`; routers pass it on unread."""
+
+
+class DelayedJobView(TypedDict):
+    """A job that ends later because of the quoted one."""
+
+    job: JobId
+    name: str
+    delay_s: float
+    slowdown: float
+    """Delay by the time that it would still take; 0.1: 10 % longer."""
+
+
+class DelayedOthersView(TypedDict):
+    """Delayed jobs of other tenants, without names."""
+
+    jobs: int
+    delay_s: float
+    """Sum of their delays."""
+
+
+class QuoteFiguresView(TypedDict):
+    """One way to submit a job. Seconds count from now; each event is between its low and its high
+    in 80 % of the cases."""
+
+    way: str
+    start_s: float
+    start_low_s: float
+    start_high_s: float
+    end_s: float
+    end_low_s: float
+    end_high_s: float
+    gpus: int
+    """Of its training and rollouts together."""
+    gpu_hours: float
+    """GPU time that it will be billed for."""
+    cost: float | None
+    """`gpu_hours` times the price; None: no price was given."""
+    slowdown: float
+    """From its first GPUs to its end, by the same time on GPUs of its own, less 1."""
+    delayed: list[DelayedJobView]
+    """Own jobs that end later, those with the longest delay first."""
+    others: DelayedOthersView
+
+
+class QuoteView(TypedDict):
+    """The answer to a request for a quote. Nothing was submitted."""
+
+    asked: QuoteFiguresView
+    alternatives: list[QuoteFiguresView]
+    knowledge: str
+    """Where the demand of the job is from: `measured`, `like others`, `declared`, `unknown`."""
+    errors: int
+    """Earlier quotes whose errors give the intervals; below 9 they are wide guesses."""
+    live_jobs: int
+    runs: int
+    """Simulated futures."""
+    is_cut: bool
+    """The future is longer than a quote simulates: ends follow from the cycles until there."""

@@ -2,6 +2,8 @@
 
 from typing import NotRequired, TypedDict
 
+from plexrl.ids import JobId, TenantId
+
 SAMPLES_MAX = 64
 """Most samples of a step that are kept."""
 CHARACTERS_MAX = 4000
@@ -71,3 +73,23 @@ class LoggedRow(TypedDict):
     """The answer to a row of metrics."""
 
     warnings: NotRequired[list[RunWarningView]]
+
+
+class QuotedJobView(TypedDict):
+    """What one job was quoted, and what came of it. Seconds count from its submission; None: it has
+    not happened yet."""
+
+    tenant: TenantId
+    job: JobId
+    name: str
+    state: str
+    quoted_start_s: float
+    quoted_end_s: float
+    quoted_end_low_s: float
+    """It ends between this and `quoted_end_high_s` in 80 % of the cases."""
+    quoted_end_high_s: float
+    quoted_gpu_hours: float
+    start_s: float | None
+    end_s: float | None
+    gpu_hours: float
+    """Billed so far."""

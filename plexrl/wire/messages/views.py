@@ -17,7 +17,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.messages.cluster_views import ErrorView, EtaQualityView
-from plexrl.wire.messages.run_views import RunHealthView
+from plexrl.wire.messages.run_views import QuotedJobView, RunHealthView
 from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 
@@ -195,6 +195,8 @@ class JobView(TypedDict):
     job: JobId
     tenant: TenantId
     name: str
+    user: NotRequired[str]
+    """Who submitted it; empty: nobody in particular, absent: from an earlier version."""
     state: str
     attached: bool
     reason: str
@@ -213,6 +215,8 @@ class JobView(TypedDict):
     deployments: list[DeploymentView]
     health: NotRequired[RunHealthView]
     """Added by the router: what it sees of the run."""
+    quoted: NotRequired[QuotedJobView]
+    """If it was created with a quote."""
 
 
 class CreatedDeploymentView(DeploymentView):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from plexrl.cli.cluster.observe.doctor import REMEDIES, doctor
+from plexrl.cli.cluster.observe.status import problems
 from plexrl.cli.terminal.context import Access
 from tests.docs.pages import ROOT
 from tests.router.dashboard.conftest import router_of
@@ -76,6 +77,42 @@ def test_top_at_a_terminal_is_refreshed_until_it_is_interrupted(fleet: LiveRoute
     assert b"Traceback" not in shown
 
 
+def test_top_goes_on_after_looks_that_fail() -> None:
+    ours, theirs = pty.openpty()
+    with live_router() as router:
+        command = [sys.executable, "-m", "plexrl.cli.app", "top", "--interval", "1"]
+        process = subprocess.Popen(
+            command, env={**environment(router), "TERM": "xterm"}, stdout=theirs, stdin=theirs
+        )
+        os.close(theirs)
+        await_shown(ours, b"GPUs on")
+    await_shown(ours, b"not refreshed since")
+    assert process.poll() is None
+    process.send_signal(2)
+    assert process.wait(WAIT_S) == 0
+    os.close(ours)
+
+
+def await_shown(terminal: int, text: bytes) -> None:
+    shown, end = b"", time.monotonic() + WAIT_S
+    while text not in shown:
+        assert time.monotonic() < end, shown
+        shown += os.read(terminal, 65536)
+
+
+def test_status_and_doctor_name_the_same_problems() -> None:
+    found: Any = {
+        "conditions": [{"code": "storage_full", "since": 1.0, "message": "on n"}],
+        "parts": {"router": {"down_since": 2.0, "stuck_since": None}},
+        "deployments_impossible": 3,
+        "snapshot_error": "no space",
+        "events": {"connected": False, "error": ""},
+    }
+    codes = [problem.code for problem in problems(found)]
+    assert codes == ["storage_full", "part", "impossible", "snapshot_error", "event_broker"]
+    assert set(codes) <= set(REMEDIES)
+
+
 def test_top_at_a_terminal_that_cannot_be_redrawn_is_one_look(fleet: LiveRouter) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "plexrl.cli.app", "top", "--interval", "1", "--rows", "1"]
@@ -106,7 +143,7 @@ class Drained:
     """What a client sees of a cluster that does what it was told."""
 
     def status(self) -> dict[str, Any]:
-        return {"conditions": []}
+        return {"conditions": [], "deployments_impossible": 0}
 
     def overview(self) -> dict[str, Any]:
         gpus = {"gpus": 16, "states": {"free": 8, "draining": 8}}
@@ -132,7 +169,10 @@ def test_doctor_tells_an_empty_cluster_how_to_get_nodes() -> None:
         found = run(router, "doctor")
     assert found.returncode == 1
     assert "no_gpus: no node has joined" in found.stdout
+    # The token is of use on a head with certificates only.
     assert "plexrl node token" in found.stdout
+    assert "plexrl up --tls" in found.stdout
+    assert "plexrl up --gpus" in found.stdout
 
 
 def test_doctor_knows_every_documented_condition() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from plexrl.client.blocking.openai_access import OpenAIAccess
+from plexrl.client.blocking.deployment import OpenAIAccess
 from plexrl.client.data.results import GenerateResult, Sample, WeightsSpan
 from plexrl.errors import InvalidRequestError
 from plexrl.model.text.tokenizer import EOS, Tokenizer, vocabulary_files

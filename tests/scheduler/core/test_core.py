@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl import errors
+from plexrl.scheduler.dispatch.bursts import BOUND_S_MIN
 from plexrl.scheduler.queries.views import operation_log
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.scheduler.state.messages.calls import ListOperations
@@ -87,7 +88,7 @@ def test_a_burst_is_not_broken_up_by_a_job_that_has_waited_longer(cluster: FakeC
     cluster.settle()
     cluster.submit("a:1", "a/actor", "forward_backward")
     cluster.submit("b:1", "b/actor", "barrier")
-    cluster.pass_time(5.0)
+    cluster.pass_time(BOUND_S_MIN - 0.1)
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.execute(cluster.runs[0])
     assert [run.operation for run in cluster.runs] == ["a:2"]
@@ -99,7 +100,7 @@ def test_a_burst_over_its_bound_yields(cluster: FakeCluster) -> None:
     cluster.settle()
     cluster.submit("a:1", "a/actor", "forward_backward")
     cluster.submit("b:1", "b/actor", "barrier")
-    cluster.pass_time(cluster.config.burst_max_s + 1)
+    cluster.pass_time(BOUND_S_MIN + 0.1)
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.execute(cluster.runs[0])
     assert [run.kind.value for run in cluster.runs] == ["offload"]

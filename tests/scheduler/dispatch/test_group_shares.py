@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plexrl.ids import TenantId
+from plexrl.scheduler.dispatch.bursts import BOUND_S_MIN
 from plexrl.scheduler.dispatch.candidates.group_shares import settle_shares
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
@@ -123,7 +124,7 @@ backlogs = st.builds(
 @settings(
     max_examples=examples(25), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
-@given(st.lists(backlogs, min_size=2, max_size=4), st.sampled_from((1.0, 30.0, 90.0)))
+@given(st.lists(backlogs, min_size=2, max_size=4), st.sampled_from((1.0, 30.0, 90.0, 300.0)))
 def test_seconds_by_weight_of_backlogged_tenants_differ_by_two_bursts_at_most(
     found: list[Backlog], burst_max_s: float
 ) -> None:
@@ -131,11 +132,13 @@ def test_seconds_by_weight_of_backlogged_tenants_differ_by_two_bursts_at_most(
     tenants = dict(zip("abcd", found, strict=False))
     spans = timeline(run(tenants, burst_max_s, until_s=2000.0))
     offload_s = max(job[2] for each in found for job in each.jobs)
+    round_trip_s = max(job[1] + job[2] for each in found for job in each.jobs)
     burst_s = {
-        # A burst yields at the first end of an operation after `burst_max_s`.
+        # A burst yields at the first end of an operation after its bound.
         tenant: max(
-            offload_s + load_s + math.ceil(burst_max_s / work_s) * work_s
-            for work_s, load_s, _ in backlog.jobs
+            offload_s + load_s + math.ceil(bound_s / work_s) * work_s
+            for work_s, load_s, own_offload_s in backlog.jobs
+            for bound_s in [longest_s(load_s + own_offload_s + round_trip_s, burst_max_s)]
         )
         for tenant, backlog in tenants.items()
     }
@@ -150,6 +153,11 @@ def test_seconds_by_weight_of_backlogged_tenants_differ_by_two_bursts_at_most(
             highest, lowest = max(highest, lead), min(lowest, lead)
         largest = max(burst_s[each] / tenants[each].weight for each in (one, other))
         assert highest - lowest <= 2.0 * largest + 1e-6
+
+
+def longest_s(interruption_s: float, burst_max_s: float) -> float:
+    """The bound of a burst that never ends."""
+    return min(burst_max_s, max(20.0 * interruption_s, BOUND_S_MIN))
 
 
 def test_a_job_that_pauses_is_ordered_by_the_rule_alone() -> None:

@@ -95,6 +95,10 @@ def test_a_group_is_not_settled_while_a_member_is_to_move() -> None:
     }
     assert placed == {"a/actor": ("n",), "b/actor": ("m",)}
     assert cluster.state_of("a:2") == "running"
+    # The holder's own move is planned, and begins between two operations.
+    context = cluster.core._context
+    (held,) = [group for group in context.state.groups.values() if group.holder == "a/actor"]
+    assert not is_settled(context, held)
 
 
 def test_a_checkpoint_that_waits_elsewhere_unsettles_no_group() -> None:

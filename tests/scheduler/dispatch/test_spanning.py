@@ -163,6 +163,8 @@ def test_the_workers_of_a_divided_group_keep_the_name_of_theirs() -> None:
 
 def test_an_operation_of_several_groups_is_explained_by_the_one_that_is_free_last() -> None:
     cluster = spanning_cluster()
+    cluster.submit("known", "s1/actor", "optim_step")
+    cluster.settle()
     cluster.submit("small", "s1/actor", "optim_step")
     while cluster.state_of("small") != "running":
         cluster.execute(cluster.runs[0])

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from plexrl.ids import DeploymentId, JobId, OperationId
+from plexrl.scheduler.accounting.sharing import sharing_view
 from plexrl.scheduler.state.messages import events as ev
 from plexrl.wire import messages as cmd
 from tests.scheduler.fake_cluster import FakeCluster
@@ -184,22 +185,63 @@ def test_a_checkpoint_that_needs_a_load_is_not_asked_for_again_before_it() -> No
     assert cluster.state_of("a:save") == "finished"
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_what_is_submitted_during_a_checkpoint_waits_for_the_group_from_then_on(
-    is_refused: bool,
+@pytest.mark.parametrize("code", [None, "conflict", "checkpoint_exists"])
+def test_what_is_submitted_during_a_checkpoint_waits_for_others_from_its_end_on(
+    code: str | None,
 ) -> None:
     cluster = cluster_with_an_offloaded_member()
     cluster.submit("a:save", "a/actor", "save_checkpoint")
     save = run_of(cluster, "a:save")
-    submitted_at = cluster.now
+    burst = cluster.core._context.state.deployments[DeploymentId("a/actor")].demand.burst
     cluster.submit("a:2", "a/actor", "optim_step")
     cluster.pass_time(4.0)
-    if is_refused:
-        cluster.refuse(save, "conflict")
-    else:
+    # It would wait for its own checkpoint on a group of its own, too.
+    assert burst.wants_since is None
+    assert waited_gpu_seconds(cluster, "a") == 0.0
+    if code is None:
         cluster.execute(save)
-    burst = cluster.core._context.state.deployments[DeploymentId("a/actor")].demand.burst
-    assert burst.wants_since == submitted_at
+    else:
+        cluster.refuse(save, code)
+    assert burst.wants_since == cluster.now
+    cluster.pass_time(3.0)
+    assert waited_gpu_seconds(cluster, "a") == pytest.approx(2 * 3.0)
+
+
+def test_what_is_queued_behind_a_checkpoint_waits_for_others_from_its_end_on() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    member = cluster.core._context.state.deployments[DeploymentId("a/actor")]
+    # Both are there before the first of them can start.
+    cluster.submit("a:2", "a/actor", "forward")
+    cluster.submit("a:save", "a/actor", "save_checkpoint")
+    cluster.submit("a:3", "a/actor", "forward")
+    cluster.send(ev.OperationCancelled(operation=OperationId("a:2")))
+    save = run_of(cluster, "a:save")
+    cluster.pass_time(4.0)
+    assert member.demand.burst.wants_since is None
+    cluster.execute(save)
+    assert member.demand.burst.wants_since == cluster.now
+
+
+def test_what_is_behind_a_failed_operation_waits_for_others_from_then_on() -> None:
+    cluster = cluster_with_an_offloaded_member()
+    cluster.job("c", priority=100)
+    cluster.deploy("c/actor")
+    while cluster.launches:
+        cluster.launch(cluster.launches[0])
+    cluster.submit("b:2", "b/actor", "forward")
+    cluster.submit("c:1", "c/actor", "forward")
+    cluster.pass_time(400.0)
+    cluster.refuse(run_of(cluster, "b:1"), "invalid_request")
+    assert kinds(cluster) == [("offload", "b/actor")]
+    holder = cluster.core._context.state.deployments[DeploymentId("b/actor")]
+    assert holder.demand.burst.wants_since == cluster.now
+
+
+def waited_gpu_seconds(cluster: FakeCluster, job: str) -> float:
+    """GPU time for which the job is said to have waited for others, since its last run."""
+    state = cluster.core._context.state
+    (row,) = [each for each in sharing_view(state, None, cluster.now) if each["job"] == job]
+    return row["waited_gpu_seconds"] - state.jobs[JobId(job)].sharing.waited_gpu_seconds
 
 
 def test_a_checkpoint_does_not_end_the_back_off_of_a_load_without_memory() -> None:

@@ -4,21 +4,26 @@ from itertools import count
 
 import pytest
 
-from plexrl.ids import DeploymentId, JobId
+from plexrl.ids import DeploymentId, JobId, OperationId
+from plexrl.scheduler.operations.deadlines.bounds import FACTOR, FIRST_FACTOR, runs
+from plexrl.scheduler.operations.deadlines.durations import run_s
+from plexrl.scheduler.rules.switch_cost import round_trip_s
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire import messages as cmd
+from plexrl.wire.operations import OperationKind
 from tests.scheduler.dispatch.test_stored_saves import gpu_seconds, kinds, run_of
 from tests.scheduler.fake_cluster import FakeCluster
 from tests.scheduler.jobs.asynchronous_job import Clock
+from tests.scheduler.placement.test_shared_rollouts import busy
 
 
-def two_jobs(*, in_host: bool = True, gpus: int = 4, **settings: object) -> FakeCluster:
-    cluster = FakeCluster(**settings)
+def two_jobs(*, in_host: bool = True, gpus: int = 4, **fields: object) -> FakeCluster:
+    cluster = FakeCluster()
     cluster.start_node(gpus)
     for job in ("a", "b"):
         cluster.job(job)
-        cluster.deploy(f"{job}/actor", steps_in_host=in_host)
+        cluster.deploy(f"{job}/actor", steps_in_host=in_host, **fields)
     cluster.settle()
     return cluster
 
@@ -60,6 +65,46 @@ def test_an_offloaded_deployment_steps_while_another_computes() -> None:
     assert stepped.work.replay.durable_seq == stepped.work.replay.completed_seq == 2
     assert stepped.work.trainer_step == 1
     assert not stepped.work.waiting_gradients
+
+
+def test_a_stored_step_is_expected_from_what_was_measured() -> None:
+    """Nothing at first; then the step under the lock and a read and a write of the state; then
+    steps of the stored state."""
+    cluster = cluster_with_gradients()
+    state, stepped = cluster.core._context.state, member(cluster)
+
+    def expected_s(name: str) -> float | None:
+        return run_s(state, stepped, state.operations[OperationId(name)])
+
+    cluster.submit("a:2", "a/actor", "optim_step")
+    assert expected_s("a:2") is None
+    cluster.pass_time(40.0)
+    told = cluster.explanation_of("a:2")
+    assert (told["eta_s"], "overdue" in told["reason"]) == (None, False)
+    stepped.demand.estimates.observe(OperationKind.OPTIM_STEP, 0, 5.0)
+    assert expected_s("a:2") == pytest.approx(5.0 + round_trip_s(state, stepped))
+    cluster.compute_s = 30.0
+    cluster.execute(run_of(cluster, "a:2"))
+    assert stepped.demand.estimates.known_s(OperationKind.OPTIM_STEP, 0) == 5.0
+    cluster.submit("a:3", "a/actor", "optim_step")
+    assert expected_s("a:3") == 30.0
+    cluster.pass_time(32.0)
+    assert "overdue for 2 s" in cluster.explanation_of("a:3")["reason"]
+
+
+def test_a_stored_step_has_the_bound_of_such_steps() -> None:
+    cluster = cluster_with_gradients()
+    stepped, context = member(cluster), cluster.core._context
+    stepped.demand.estimates.observe(OperationKind.OPTIM_STEP, 0, 0.1)
+    cluster.submit("a:2", "a/actor", "optim_step")
+    (run,) = runs(context, stepped)
+    least_s = context.settings.config.operation_overdue_s
+    assert run.bound_s == FIRST_FACTOR * least_s
+    cluster.compute_s = least_s
+    cluster.execute(run_of(cluster, "a:2"))
+    cluster.submit("a:3", "a/actor", "optim_step")
+    (run,) = runs(context, stepped)
+    assert run.bound_s == FACTOR * least_s
 
 
 def test_a_load_waits_for_the_step_and_is_of_what_it_made() -> None:
@@ -184,6 +229,20 @@ def test_a_deployment_that_pauses_and_never_publishes_ends_its_bursts_with_a_ste
     cluster.execute(run_of(cluster, "a:last"))
     kind = "optim_step" if publishes else "offload"
     assert kinds(cluster) == [(kind, "a/actor")]
+
+
+def test_the_first_step_of_a_declared_cycle_is_made_under_the_lock() -> None:
+    """A publish may follow, for which the state would be loaded again."""
+    cluster = two_jobs(trace=busy(0.05, period_s=600.0))
+    cluster.submit("a:1", "a/actor", "forward_backward")
+    cluster.run_until("a:1")
+    cluster.submit("s:1", "a/actor", "optim_step")
+    cluster.submit("b:1", "b/actor", "forward_backward")
+    cluster.execute(run_of(cluster, "a:1"))
+    assert kinds(cluster) == [("optim_step", "a/actor")]
+    cluster.submit("p:1", "a/actor", "publish")
+    cluster.execute(run_of(cluster, "s:1"))
+    assert kinds(cluster) == [("publish", "a/actor")]
 
 
 @pytest.mark.parametrize(

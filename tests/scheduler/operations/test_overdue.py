@@ -241,6 +241,49 @@ def test_an_estimate_that_has_passed_is_not_repeated() -> None:
         assert "replaced in 60 s" in told["reason"]
 
 
+def test_a_first_run_is_of_unknown_length_and_not_late() -> None:
+    cluster = running(("a", "b"))
+    cluster.submit("a:1", "a/actor", "forward")
+    cluster.submit("a:2", "a/actor", "forward")
+    cluster.submit("b:1", "b/actor", "optim_step")
+    while "a:1" not in {run.operation for run in cluster.runs}:
+        cluster.execute(cluster.runs[0])
+    began_at = cluster.now
+    hang(cluster, 40.0)
+    for name, rule in (("a:1", "running"), ("a:2", "order"), ("b:1", "burst")):
+        told = cluster.explanation_of(name)
+        assert (told["rule"], told["eta_s"]) == (rule, None)
+        assert "overdue" not in told["reason"]
+    assert "not known yet" in cluster.explanation_of("a:1")["reason"]
+    # The condition comes from the bound, and invents no expected end.
+    hang(cluster, 0.6 * FIRST_S)
+    (found,) = overdue_view(cluster.core.cluster, cluster.now)
+    assert (found["began_at"], found["expected_at"]) == (began_at, None)
+
+
+def test_a_first_load_builds_the_model_and_is_of_unknown_length() -> None:
+    cluster = FakeCluster(operation_overdue_s=LEAST_S)
+    cluster.start_node()
+    cluster.job("a")
+    cluster.deploy("a/actor")
+    cluster.submit("a:1", "a/actor", "optim_step")
+    cluster.launch(cluster.launches[0])
+    assert [run.kind.value for run in cluster.runs] == ["load"]
+    hang(cluster, 40.0)
+    told = cluster.explanation_of("a:1")
+    assert told["eta_s"] is None
+    assert "overdue" not in told["reason"]
+
+
+def test_a_start_of_processes_has_no_expected_end() -> None:
+    cluster = running()
+    cluster.kill("a/actor")
+    cluster.launches.clear()
+    hang(cluster, 0.6 * FIRST_S)
+    (found,) = overdue_view(cluster.core.cluster, cluster.now)
+    assert (found["kind"], found["expected_at"]) == ("launch", None)
+
+
 def test_without_the_setting_nothing_is_replaced_and_no_timer_is_set() -> None:
     cluster = running(operation_overdue_s=0.0)
     cluster.submit("a:1", "a/actor", "optim_step")

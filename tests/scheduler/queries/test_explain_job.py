@@ -144,7 +144,7 @@ def test_each_operation_of_a_running_job_is_explained() -> None:
 
 
 def test_a_burst_beyond_its_usual_length_is_given_no_end_but_its_bound() -> None:
-    cluster = cluster_of(burst_max_s=100.0)
+    cluster = cluster_of(burst_max_s=100.0, burst_interruptions=1000.0)
     for job in ("a", "b"):
         submit(cluster, job)
     cluster.settle()
@@ -216,6 +216,8 @@ def test_the_interval_comes_from_recent_errors_and_survives_a_restart() -> None:
     cluster = cluster_of()
     for job in ("a", "b"):
         submit(cluster, job)
+    cluster.settle()
+    both_submit(cluster, 0)
     cluster.settle()
     cold = both_submit(cluster, 1)
     assert cold["eta_s"]

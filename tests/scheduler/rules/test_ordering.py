@@ -124,7 +124,7 @@ def test_an_unknown_rule_is_refused_with_the_names_of_all() -> None:
 
 def waiting_rival(ordering: str) -> FakeCluster:
     """`a` has run an operation of its burst and submits the next; `b` waits."""
-    cluster = FakeCluster(ordering=ordering)
+    cluster = FakeCluster(ordering=ordering, burst_interruptions=0.0)
     cluster.start_node()
     for job in ("a", "b"):
         cluster.job(job)

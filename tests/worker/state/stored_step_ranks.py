@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import ConflictError, PlexRLError, StateLostError
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.protocol.ticket_key import read_ticket_key
@@ -128,8 +129,11 @@ def run(rank: int, case: Case, way: str, folder: str, listen: str) -> None:
         own.offload()
         if way == "refused":
             refused(own)
+        if way == "unsaved":
+            unsaved(own)
         result = own.step_stored() if way == "stored" else own.step_loaded()
         record.append((contents(own.trains), result.result))
+    assert (max(priorities()) > min(priorities())) == (way in ("stored", "unsaved"))
     torch.save(record, f"{folder}/{way}.{rank}.pt")
     own.client.close()
     dist.barrier()
@@ -148,3 +152,20 @@ def refused(own: StoredRank) -> None:
     except PlexRLError:
         return
     raise AssertionError("a rank stepped alone")
+
+
+def unsaved(own: StoredRank) -> None:
+    """The last rank stores no version, so that of the first one is dropped."""
+    is_last = own.rank == own.case.layout.world_size - 1
+    order = SaveRequest(seq=own.seq + 1, token=0 if is_last else 1, keep_seq=own.seq)
+    with pytest.raises(ConflictError, match="stale"):
+        own.mover.step_stored(step_call(own.seq + 1), order)
+    own.mover._register(1)
+    with pytest.raises(StateLostError):
+        own.client.load(seq=own.seq + 1, token=1, previous_seq=0, base_seq=0)
+
+
+def priorities() -> list[int]:
+    """Nice values of this process's threads."""
+    threads = Path("/proc/self/task").iterdir()
+    return [os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads]

@@ -69,5 +69,8 @@ def test_stored_steps_equal_those_under_the_lock(
 
 def test_ranks_step_the_stored_state_together_or_not_at_all(daemon: Daemon, tmp_path: Path) -> None:
     case = Case(backend="fsdp", layout=Parallelism(dp=2), options=(HOST,))
-    ways = [launch(case, way, tmp_path, daemon.config.listen) for way in ("locked", "refused")]
-    assert ways[0] == ways[1]
+    locked, *others = (
+        launch(case, way, tmp_path, daemon.config.listen)
+        for way in ("locked", "refused", "unsaved")
+    )
+    assert others == [locked, locked]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 
 import typer
 
+from plexrl.cli.cluster.observe.status import problems
 from plexrl.cli.terminal.context import Access, Output, local_time, print_line, write_json
 from plexrl.cli.terminal.option_groups import with_option_groups
 
@@ -51,9 +52,15 @@ REMEDIES: Final[dict[str, str]] = {
     "deployments_held": "free memory or disk space on the node that it names; they go on by "
     "themselves",
     "foreign_memory": "end the process that it names, or `plexrl nodes drain NODE`",
+    "part": "nothing, if it is up again within a minute; otherwise read its log in the data "
+    "directory",
+    "impossible": "add nodes, `plexrl nodes undrain NODE`, or `plexrl cancel JOB`: the page "
+    "/dashboard lists them",
+    "snapshot_error": "report it; the journal grows until it is mended",
+    "event_broker": "start the MQTT broker, or see to its address",
     "scheduler_fault": "report it with the line of the scheduler's log; nothing is lost",
 }
-"""What mends each condition of `/v1/health`."""
+"""What mends each condition of `/v1/health`, and what else `problems` names."""
 
 
 @with_option_groups
@@ -61,7 +68,7 @@ def doctor(access: Access, output: Output) -> None:
     """What is wrong, with the command that mends it; exit code 1 if anything is. Then hints."""
     with access.open() as cluster:
         found = [
-            *_conditions(cluster.status()),
+            *_problems(cluster.status()),
             *_capacity(cluster.overview()),
             *_nodes(cluster.nodes()),
         ]
@@ -86,34 +93,20 @@ def show(found: list[Finding]) -> None:
         print_line(f"    {remedy}: {each['remedy']}")
 
 
-def _conditions(found: "StatusView") -> Iterator[Finding]:
-    for each in found["conditions"]:
-        code = each["code"]
-        yield {
-            "code": code,
-            "is_wrong": True,
-            "since": each["since"],
-            "what": each.get("message", "the operator's key shows more"),
-            "remedy": REMEDIES.get(code, "docs/health.md says what it means"),
-        }
-    if error := found.get("snapshot_error"):
-        yield _finding("snapshot_error", error, "report it; the journal grows until it is mended")
-    broker = found.get("events")
-    if broker is not None and not broker["connected"]:
-        why = broker["error"] or "not tried yet"
-        yield _finding("event_broker", why, "start the MQTT broker, or see to its address")
+def _problems(found: "StatusView") -> Iterator[Finding]:
+    for code, since, what in problems(found):
+        remedy = REMEDIES.get(code, "docs/health.md says what it means")
+        what = what or "the operator's key shows more"
+        yield {"code": code, "is_wrong": True, "since": since, "what": what, "remedy": remedy}
 
 
 def _capacity(view: "ClusterOverview") -> Iterator[Finding]:
     if not view["gpus"]["gpus"]:
-        yield _finding("no_gpus", "no node has joined", "`plexrl node token` on the head")
-    if count := view["impossible"]:
-        what = f"{count} deployments ask for more than the nodes in service can give"
         remedy = (
-            "add nodes, `plexrl nodes undrain NODE`, or `plexrl cancel JOB`: the page "
-            "/dashboard lists them"
+            "on the head `plexrl node token` makes a token for another machine, if it was started "
+            "with `plexrl up --tls`; otherwise `plexrl up --gpus N`"
         )
-        yield _finding("impossible", what, remedy)
+        yield _finding("no_gpus", "no node has joined", remedy)
     states = view["gpus"]["states"]
     if view["waiting"] and states.get("free", 0) > view["gpus"]["gpus"] / 4:
         what = f"{states['free']} GPUs are free, and {view['waiting']} deployments wait"

@@ -1,7 +1,7 @@
 """`plexrl status`: what is wrong, then the cluster in a few numbers."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from plexrl.cli.terminal.context import (
     Access,
@@ -25,6 +25,16 @@ PROBLEMS_MAX = 8
 """Most problems that are shown, so that the numbers below them stay on the screen."""
 
 
+class StatusProblem(NamedTuple):
+    """One thing that is wrong."""
+
+    code: str
+    since: float | None
+    """Seconds since the epoch; None: unknown."""
+    what: str
+    """Empty: only operators may read it."""
+
+
 @with_option_groups
 def status(access: Access, output: Output) -> None:
     """What is wrong with the cluster, then the cluster in a few numbers."""
@@ -38,9 +48,10 @@ def status(access: Access, output: Output) -> None:
 
 def show_status(found: "StatusView") -> None:
     """Print the problems and the numbers; they fit a screen."""
-    wrong = list(_problems(found))
+    wrong = list(problems(found))
     if wrong:
-        print_table("", ("wrong now", "since", "what"), wrong[:PROBLEMS_MAX])
+        rows = [_row(problem) for problem in wrong[:PROBLEMS_MAX]]
+        print_table("", ("wrong now", "since", "what"), rows)
         if len(wrong) > PROBLEMS_MAX:
             print_line(f"{len(wrong) - PROBLEMS_MAX} more: plexrl status --json")
     else:
@@ -48,22 +59,30 @@ def show_status(found: "StatusView") -> None:
     print_table("The cluster", ("what", "value"), list(_numbers(found)))
 
 
-def _problems(found: "StatusView") -> Iterator[tuple[str, str, str]]:
-    for each in found["conditions"]:
-        yield each["code"], local_time(each["since"]), each.get("message", "")
+def problems(found: "StatusView") -> Iterator[StatusProblem]:
+    """What is wrong with the cluster, as `plexrl status` and `plexrl doctor` say it."""
+    for condition in found["conditions"]:
+        yield StatusProblem(condition["code"], condition["since"], condition.get("message", ""))
     for name, part in found.get("parts", {}).items():
         since = part["down_since"] or part["stuck_since"]
         if since is not None:
             state = "has ended" if part["down_since"] else "does not answer"
-            yield "part", local_time(since), f"{name} {state}"
+            yield StatusProblem("part", since, f"{name} {state}")
     if impossible := found["deployments_impossible"]:
-        what = f"deployments that the nodes in service cannot hold: {impossible}"
-        yield "deployments impossible", "", f"{what}; plexrl explain JOB"
+        what = f"{impossible} deployments ask for more than the nodes in service can give"
+        yield StatusProblem("impossible", None, f"{what}; plexrl explain JOB")
     if error := found.get("snapshot_error"):
-        yield "snapshot error", "", error
+        yield StatusProblem("snapshot_error", None, error)
     broker = found.get("events")
     if broker is not None and not broker["connected"]:
-        yield "event broker", "", f"not connected: {broker['error'] or 'not tried yet'}"
+        yield StatusProblem(
+            "event_broker", None, f"not connected: {broker['error'] or 'not tried yet'}"
+        )
+
+
+def _row(problem: StatusProblem) -> tuple[str, str, str]:
+    since = "" if problem.since is None else local_time(problem.since)
+    return problem.code, since, problem.what
 
 
 def _numbers(found: "StatusView") -> Iterator[tuple[str, str]]:

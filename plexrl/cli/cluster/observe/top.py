@@ -19,6 +19,7 @@ from plexrl.cli.terminal.context import (
     write_json,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.errors import ConnectionLostError, OverloadedError, UnavailableError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,6 +40,9 @@ STATES = {
 BAR = 60
 QUEUE = ("#", "job", "tenant", "waits for", "since", "rule", "behind", "starts in")
 Rows = list[tuple[str, ...]]
+
+PASSING = (ConnectionLostError, UnavailableError, OverloadedError)
+"""Errors of a look after which the next one may succeed."""
 
 
 @with_option_groups
@@ -79,13 +83,22 @@ def _print(view: "ClusterOverview", turns: "list[QueuedView]", gpus: "list[Queue
 
 
 def _follow(cluster: "Cluster", interval_s: float, rows: int) -> None:
+    """Refresh the screen. A look that fails is said above the last one that did not, and the next
+    is tried: a cluster whose router starts again is the one to look at."""
+    from rich.console import Group
     from rich.live import Live
 
-    with Live(screen=True, auto_refresh=False) as live:
+    last: RenderableType = _screen(*_look(cluster, rows).values())
+    shown = last
+    with Live(shown, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                live.update(_screen(*_look(cluster, rows).values()), refresh=True)
+                live.update(shown, refresh=True)
                 time.sleep(interval_s)
+                try:
+                    last = shown = _screen(*_look(cluster, rows).values())
+                except PASSING as error:
+                    shown = Group(plain_cell(f"not refreshed since then: {error}"), last)
         except KeyboardInterrupt:
             return
 

@@ -1,4 +1,4 @@
-"""`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
+"""`plexrl usage`: GPU-hours, operations and tokens by tenant, user, job or kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,18 @@ import typer
 
 from plexrl.cli.terminal.context import (
     Access,
+    Cells,
     Output,
     print_line,
+    print_records,
     print_table,
+    seconds,
     write_csv,
     write_json,
 )
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.wire.messages.cluster_views import SharingView, UsageView
+from plexrl.wire.messages.run_views import QuotedJobView
 
 HOUR_S = 3600.0
 
@@ -25,9 +29,15 @@ class By(StrEnum):
     TENANT = "tenant"
     JOB = "job"
     KIND = "kind"
+    USER = "user"
 
 
-KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("kind",)}
+KEYS = {
+    By.TENANT: ("tenant",),
+    By.JOB: ("tenant", "job", "name"),
+    By.KIND: ("kind",),
+    By.USER: ("tenant", "user"),
+}
 """Key columns of each kind of sum."""
 
 
@@ -84,6 +94,7 @@ def usage(
         rows = add_up(cluster.usage(), by)
         if by is not By.KIND:
             rows = with_sharing(rows, cluster.sharing(), by)
+        quoted = cluster.quoted() if by is By.JOB else []
     records = [row.record(by) for row in rows]
     if as_csv:
         columns = tuple(UsageSum(("",) * len(KEYS[by])).record(by))
@@ -93,6 +104,26 @@ def usage(
         write_json(records)
         return
     _print(rows, by)
+    if quoted:
+        print_quoted(quoted)
+
+
+def print_quoted(quoted: Sequence[QuotedJobView]) -> None:
+    """Print what jobs were quoted beside what came of them; times from their submission."""
+    cells: Cells = {
+        "job": "job",
+        "state": "state",
+        "start quoted": lambda each: seconds(each["quoted_start_s"]),
+        "actual": lambda each: seconds(each["start_s"]),
+        "end quoted": lambda each: seconds(each["quoted_end_s"]),
+        "80 % interval": lambda each: (
+            f"{seconds(each['quoted_end_low_s'])} to {seconds(each['quoted_end_high_s'])}"
+        ),
+        "actual end": lambda each: seconds(each["end_s"]),
+        "GPU-hours quoted": lambda each: f"{each['quoted_gpu_hours']:.4f}",
+        "billed": lambda each: f"{each['gpu_hours']:.4f}",
+    }
+    print_records("Quotes and bills", cells, quoted)
 
 
 def _print(rows: Sequence[UsageSum], by: By) -> None:
@@ -148,7 +179,7 @@ def add_up(usage: Sequence[UsageView], by: By) -> list[UsageSum]:
 
 
 def _key(view: UsageView | SharingView, by: By) -> tuple[str, ...]:
-    return tuple(str(view.get(name)) for name in KEYS[by])
+    return tuple(str(view.get(name, "")) for name in KEYS[by])
 
 
 def _total(rows: Sequence[UsageSum], by: By) -> UsageSum:

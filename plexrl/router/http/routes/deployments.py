@@ -1,13 +1,15 @@
 """Routes about a job's deployments."""
 
 import asyncio
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
 
-from plexrl.errors import ModelDoesNotFitError, NotFoundError
-from plexrl.model.deployment_spec import deployment_spec_from_json
+from plexrl.errors import ModelDoesNotFitError, NotFoundError, PermissionDeniedError
+from plexrl.model.deployment_spec import DeploymentSpec, deployment_spec_from_json
 from plexrl.model.layout import with_layout
 from plexrl.model.memory.device_memory import device_memory
 from plexrl.model.parallelism import Parallelism
@@ -19,12 +21,21 @@ from plexrl.router.http.deployment_checks import (
     state_bytes,
     with_fitting_length,
 )
-from plexrl.router.http.schemas import CopyRequest, DeploymentRequest, ParallelismRequest
+from plexrl.router.http.schemas import (
+    CopyRequest,
+    DeploymentRequest,
+    Limited,
+    ParallelismRequest,
+    PlainText,
+    TraceRequest,
+)
 from plexrl.router.http.view_route import ViewRoute
-from plexrl.router.services.services import Services
+from plexrl.router.services.authentication import Caller
+from plexrl.router.services.services import RouterServices, Services
 from plexrl.storage.location import is_url
 from plexrl.storage.model_folder import model_folder
 from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages.overview_views import QuoteView
 from plexrl.wire.messages.views import (
     CreatedDeploymentView,
     DeploymentStatus,
@@ -37,53 +48,69 @@ from plexrl.wire.parameter_checks import check_name
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["deployments"], route_class=ViewRoute)
 
 
+class QuoteRow(BaseModel):
+    """A job as a row of a trace describes it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    gpus: Annotated[int, Limited("quote", "gpus")]
+    rollout_gpus: Annotated[int, Limited("quote", "rollout_gpus")] = 0
+    state_bytes: Annotated[int, Limited("quote", "state_bytes")] = 1
+    node_type: str = ""
+    trace: TraceRequest | None = None
+
+
+class QuoteRequest(BaseModel):
+    """A job that may be submitted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: PlainText = Field(max_length=200)
+    tenant: str | None = Field(None, description="for operators: the tenant that would own it")
+    steps: Annotated[int | None, Limited("quote", "steps")] = Field(
+        None, description="cycles; absent: as `expected_s` says, or as earlier jobs of the name"
+    )
+    expected_s: Annotated[float | None, Limited("quote", "expected_s")] = None
+    priority: Annotated[int, Limited("job", "priority")] = 0
+    slo: Annotated[float | None, Limited("job", "slo")] = None
+    price: Annotated[float | None, Limited("quote", "price")] = Field(
+        None, description="of a GPU-hour"
+    )
+    like: str | None = Field(None, description="id of an own job with the same demand")
+    row: QuoteRow | None = None
+    deployments: list[DeploymentRequest] = Field([], max_length=32)
+
+
 @ROUTES.post("/{job}/deployments", status_code=201, summary="Create a deployment")
 async def deploy(
     request: Request, services: Services, job: str, body: DeploymentRequest
 ) -> CreatedDeploymentView:
     """A request with the name of an existing deployment returns that deployment."""
     caller = await services.caller(request)
-    check_name("deployment", body.name)
-    if body.model.path is not None:
-        await services.model_access.check(body.model.path, caller)
-    # The configuration of a model at a URL is read over the network.
-    is_remote = body.model.path is not None and is_url(body.model.path)
-    if is_remote:
-        loop = asyncio.get_running_loop()
-        spec, parameters = await loop.run_in_executor(services.threads, check_deployment, body)
-    else:
-        spec, parameters = check_deployment(body)
-    asked = {
-        "deployment": f"{job}/{body.name}",
-        "job": job,
-        **caller.claim,
-        "kind": spec.kind,
-        "workers": spec.workers,
-        "state_bytes": state_bytes(spec, parameters),
-        "memory": msgspec.to_builtins(device_memory(spec)),
-        "exclusive": body.exclusive,
-        "shares": body.shares_gpus is True,
-        "shares_if_scarce": body.kind == "rollout"
-        and body.shares_gpus is None
-        and not (body.exclusive or body.preemptible),
-        "preemptible": body.preemptible,
-        "spec_json": spec.to_json(),
-        "node_type": body.node_type,
-        "pace": spec.pace,
-        "steps_in_host": spec.steps_in_host,
-        "checkpoints": (
-            None
-            if body.checkpoint_every is None
-            else {"every": body.checkpoint_every, "keep_last": body.checkpoint_keep}
-        ),
-        "trace": None if body.trace is None else body.trace.model_dump(),
-    }
+    spec, parameters = await _checked(services, caller, body)
+    asked = {**_asked(job, body, spec, parameters), **caller.claim}
     try:
         view = await services.scheduler.call(m.CREATE_DEPLOYMENT, asked)
     except ModelDoesNotFitError as error:
         is_default = body.max_sequence_tokens is None
         raise with_fitting_length(error, spec, is_default=is_default) from error
     return {**view, "parameters": parameters}
+
+
+@ROUTES.post("/quote", summary="When a job would start and end, and what it would cost")
+async def quote(request: Request, services: Services, body: QuoteRequest) -> QuoteView:
+    """Nothing is submitted. The job is described by `deployments`, by a job that it is `like`, or
+    by a `row`. 429 `overloaded` if another quote is being made."""
+    caller = await services.caller(request)
+    if body.tenant is not None and not caller.is_operator and body.tenant != caller.tenant:
+        raise PermissionDeniedError("only the operator asks for other tenants")
+    asked = body.model_dump(exclude={"deployments", "tenant", "price"}, exclude_none=True)
+    described = []
+    for deployment in body.deployments:
+        spec, parameters = await _checked(services, caller, deployment)
+        described.append(_asked("asked", deployment, spec, parameters))
+    fields = {**asked, "deployments": described}
+    return await services.quotes.answer(body.tenant or caller.tenant, fields, body.price)
 
 
 @ROUTES.get("/{job}/deployments/{name}", summary="One deployment")
@@ -210,3 +237,47 @@ def texts_of(model: ModelSpec) -> dict[str, str]:
     if not model.vocabulary:
         raise NotFoundError("the model was made without a vocabulary, so it has no tokenizer")
     return {**vocabulary_files(model.vocabulary), MODEL: model.config_json}
+
+
+async def _checked(
+    services: RouterServices, caller: Caller, body: DeploymentRequest
+) -> tuple[DeploymentSpec, int]:
+    """The specification of a deployment, and the number of the model's parameters."""
+    check_name("deployment", body.name)
+    if body.model.path is not None:
+        await services.model_access.check(body.model.path, caller)
+    # The configuration of a model at a URL is read over the network.
+    if body.model.path is not None and is_url(body.model.path):
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(services.threads, check_deployment, body)
+    return check_deployment(body)
+
+
+def _asked(
+    job: str, body: DeploymentRequest, spec: DeploymentSpec, parameters: int
+) -> dict[str, object]:
+    """The deployment as the scheduler is asked for it."""
+    return {
+        "deployment": f"{job}/{body.name}",
+        "job": job,
+        "kind": spec.kind,
+        "workers": spec.workers,
+        "state_bytes": state_bytes(spec, parameters),
+        "memory": msgspec.to_builtins(device_memory(spec)),
+        "exclusive": body.exclusive,
+        "shares": body.shares_gpus is True,
+        "shares_if_scarce": body.kind == "rollout"
+        and body.shares_gpus is None
+        and not (body.exclusive or body.preemptible),
+        "preemptible": body.preemptible,
+        "spec_json": spec.to_json(),
+        "node_type": body.node_type,
+        "pace": spec.pace,
+        "steps_in_host": spec.steps_in_host,
+        "checkpoints": (
+            None
+            if body.checkpoint_every is None
+            else {"every": body.checkpoint_every, "keep_last": body.checkpoint_keep}
+        ),
+        "trace": None if body.trace is None else body.trace.model_dump(),
+    }

@@ -58,6 +58,7 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     limits = {} if isinstance(warnings, bool) else check_limits(warnings)
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
+    fields["user"] = caller.user if fields["tenant"] == caller.tenant else ""
     view = await services.scheduler.call(m.SUBMIT_JOB, fields)
     if warnings is not True:
         await services.run_watch.begin(job_key(view), on=warnings is not False, limits=limits)
@@ -212,9 +213,8 @@ async def logs(
     if not services.runs_max or deployment not in (None, CONTROLLER):
         return found
     caller = await services.caller(request)
-    tenant = None if caller.is_operator else caller.tenant
     kept = RunRecords(services.data_dir / FOLDER)
-    text = await asyncio.to_thread(kept.log_for, tenant, job, lines)
+    text = await asyncio.to_thread(kept.log_for, caller.scope, job, lines)
     if not text:
         return found
     own: LogView = {"deployment": CONTROLLER, "node": "head", "rank": 0, "text": text}

@@ -22,7 +22,7 @@ from plexrl.router.tinker.messages.requests import (
     SaveWeights,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient
+from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient, TinkerRoute
 from plexrl.router.tinker.sessions import (
     EPHEMERAL_KEPT,
     checkpoint_name,
@@ -32,7 +32,7 @@ from plexrl.router.tinker.sessions import (
 )
 from plexrl.wire.tensors import Arrays
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 Made = Callable[[ModelRecord], Awaitable[PendingRequest]]
 
 

@@ -35,6 +35,15 @@ def expected_end(state: State, job: Job, now: float) -> float:
     return began_at + _outlasted(expected_length(job), now - began_at)
 
 
+def left_alone_s(state: State, job: Job, period_s: float, now: float) -> float:
+    """Seconds that the job still takes without others on its GPUs, at `period_s` a cycle."""
+    cycles = _best_counted(state, job)
+    left = None if cycles is None else cycles.expected - cycles.ended
+    if left is not None and left > -1.0:
+        return max(left, 1.0) * period_s
+    return expected_end(state, job, now) - now
+
+
 def _best_counted(state: State, job: Job) -> Cycles | None:
     """The cycles of the deployment that has made most; None: no cycle was measured, or nothing says
     how many there are."""

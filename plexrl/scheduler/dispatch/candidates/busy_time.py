@@ -2,8 +2,11 @@
 
 from plexrl.ids import OperationId
 from plexrl.scheduler.dispatch.candidates.readiness import candidate, queued_s
+from plexrl.scheduler.operations.deadlines.durations import run_s
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
+from plexrl.scheduler.state.demand.estimates import OPERATION_S
 from plexrl.scheduler.state.group_lock import is_switched
+from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, State
 from plexrl.wire.operations import OperationKind
 
@@ -52,12 +55,31 @@ def under_way_s(state: State, deployment: Deployment, now: float) -> float:
 
 def overdue_s(state: State, deployment: Deployment, now: float) -> float:
     """Seconds by which what the deployment runs, or the move of its state, has passed its estimate;
-    0 if it has not, or by less than a second."""
+    0 if it has not, or by less than a second, or was not measured yet."""
+    late_s = max(
+        (
+            -_until_end_s(state, operation.operation, deployment, now)
+            for operation in _under_way(state, deployment)
+            if run_s(state, deployment, operation) is not None
+        ),
+        default=0.0,
+    )
+    return late_s if late_s > OVERDUE_S_MIN else 0.0
+
+
+def is_of_unknown_length(state: State, deployment: Deployment) -> bool:
+    """Whether something runs of which nothing tells when it ends."""
+    return any(
+        run_s(state, deployment, operation) is None for operation in _under_way(state, deployment)
+    )
+
+
+def _under_way(state: State, deployment: Deployment) -> list[Operation]:
+    """What the deployment runs, with the move of its state."""
     names = [*deployment.work.running]
     if deployment.wpg.moving is not None:
         names.append(deployment.wpg.moving.operation)
-    late_s = max((-_until_end_s(state, name, deployment, now) for name in names), default=0.0)
-    return late_s if late_s > OVERDUE_S_MIN else 0.0
+    return [state.operations[name] for name in names]
 
 
 def expected_free_s(state: State, group: Group, now: float) -> float:
@@ -93,8 +115,7 @@ def _until_end_s(state: State, name: OperationId, deployment: Deployment, now: f
         whole_s = load_s(state, deployment)
         if is_switched(state, deployment):
             whole_s *= 1.0 - deployment.demand.estimates.prefetched_part
-    elif operation.kind == OperationKind.OFFLOAD:
-        whole_s = offload_s(state, deployment)
     else:
-        whole_s = deployment.demand.estimates.operation_s(operation.kind, operation.tokens)
+        known_s = run_s(state, deployment, operation)
+        whole_s = OPERATION_S if known_s is None else known_s
     return whole_s - (now - began_at)

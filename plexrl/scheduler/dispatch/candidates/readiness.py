@@ -91,6 +91,9 @@ def candidate(state: State, deployment: Deployment) -> Candidate:
         head = operations[queue[0]]
         # The queue is in order of submission, including operations that a fault put back.
         arrived_at = head.submitted_at
+        if deployment.demand.burst.cut_s:
+            # What is left of a burst waits since the last part of it, not since its submission.
+            arrived_at = max(arrived_at, deployment.demand.burst.wants_since or 0.0)
         head_s = queued_s = estimates.operation_s(head.kind, head.tokens)
         if len(queue) > 1:
             for name in queue[1:LOOK_AHEAD]:

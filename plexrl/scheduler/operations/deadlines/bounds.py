@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from plexrl.ids import OperationId
-from plexrl.scheduler.rules.switch_cost import load_s, offload_s
+from plexrl.scheduler.operations.deadlines.durations import run_s, slowest_s
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
 from plexrl.wire.operations import OperationKind
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from plexrl.scheduler.rules.settings import Settings, Situation, Step
+    from plexrl.scheduler.state.operation import Operation
     from plexrl.scheduler.state.records import Deployment, State
     from plexrl.wire.messages import Run
 
@@ -47,13 +48,14 @@ class BoundedRun:
     """It moves the WPG's whole state; no other operation runs at the same time."""
     began_at: float
     """When it was sent to the workers, or sent again."""
-    expected_s: float
+    expected_s: float | None
+    """None: unknown."""
     bound_s: float
 
     @property
-    def expected_at(self) -> float:
-        """When it was expected to end."""
-        return self.began_at + self.expected_s
+    def expected_at(self) -> float | None:
+        """When it was expected to end; None: unknown."""
+        return None if self.expected_s is None else self.began_at + self.expected_s
 
     @property
     def due_at(self) -> float:
@@ -62,7 +64,8 @@ class BoundedRun:
 
     def is_overdue(self, now: float) -> bool:
         """Whether people should know of it."""
-        return now > max(self.expected_at, self.began_at + NAMED_PART * self.bound_s)
+        expected_s = self.expected_s or 0.0
+        return now > self.began_at + max(expected_s, NAMED_PART * self.bound_s)
 
 
 def watch(step: "Step", deployment: "Deployment") -> None:
@@ -86,7 +89,7 @@ def runs(situation: "Situation", deployment: "Deployment") -> "Iterator[BoundedR
             kind=LAUNCH,
             is_move=False,
             began_at=max(deployment.wpg.processes.launched_at, state.issued_at),
-            expected_s=0.0,
+            expected_s=None,
             bound_s=_doubled(deployment, FIRST_FACTOR * settings.config.operation_overdue_s),
         )
 
@@ -110,7 +113,7 @@ def _run(
 ) -> BoundedRun:
     state = situation.state
     operation = state.operations[command.operation]
-    expected_s = _expected_s(state, deployment, command.kind, operation.tokens)
+    expected_s = run_s(state, deployment, operation)
     return BoundedRun(
         operation=command.operation,
         kind=command.kind.value,
@@ -118,29 +121,19 @@ def _run(
         # While a run's report could not arrive, it may have ended.
         began_at=max(deployment.work.sent_at(operation) or 0.0, state.issued_at),
         expected_s=expected_s,
-        bound_s=_bound_s(situation.settings, deployment, command.kind, expected_s),
+        bound_s=_bound_s(situation.settings, deployment, operation, expected_s or 0.0),
     )
 
 
-def _expected_s(
-    state: "State", deployment: "Deployment", kind: OperationKind, tokens: int
-) -> float:
-    if kind is OperationKind.LOAD:
-        return load_s(state, deployment)
-    if kind is OperationKind.OFFLOAD:
-        return offload_s(state, deployment)
-    return deployment.demand.estimates.operation_s(kind, tokens)
-
-
 def _bound_s(
-    settings: "Settings", deployment: "Deployment", kind: OperationKind, expected_s: float
+    settings: "Settings", deployment: "Deployment", operation: "Operation", expected_s: float
 ) -> float:
     least_s = settings.config.operation_overdue_s
-    slowest_s = deployment.demand.estimates.slowest_by_kind.get(kind)
-    if slowest_s is None or kind is OperationKind.GENERATE:
+    longest_s = slowest_s(deployment, operation)
+    if longest_s is None or operation.kind is OperationKind.GENERATE:
         # A controller may pause a generation, of which the scheduler knows nothing.
-        least_s, slowest_s = FIRST_FACTOR * least_s, slowest_s or 0.0
-    return _doubled(deployment, max(least_s, FACTOR * max(slowest_s, expected_s)))
+        least_s, longest_s = FIRST_FACTOR * least_s, longest_s or 0.0
+    return _doubled(deployment, max(least_s, FACTOR * max(longest_s, expected_s)))
 
 
 def _doubled(deployment: "Deployment", bound_s: float) -> float:

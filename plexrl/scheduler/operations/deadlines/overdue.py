@@ -23,8 +23,10 @@ class OverdueView(TypedDict):
     operation: OperationId
     """Empty for a start of processes."""
     kind: str
-    expected_at: float
-    """When it was expected to end, in seconds on the scheduler's clock."""
+    began_at: float
+    """When it was sent to the workers, in seconds on the scheduler's clock."""
+    expected_at: float | None
+    """When it was expected to end; None: it was not known how long it takes."""
     replaced_at: float
     """When its workers are replaced if it has not ended."""
 
@@ -66,9 +68,12 @@ def _reason(missed: BoundedRun, now: float) -> str:
     ran_s = now - missed.began_at
     if not missed.operation:
         return f"they were not ready {ran_s:.0f} s after their start"
+    length = "is of unknown length"
+    if missed.expected_s is not None:
+        length = f"was expected to take {missed.expected_s:.1f} s"
     return (
-        f"{missed.kind} {missed.operation!r} was expected to take {missed.expected_s:.1f} s and "
-        f"did not end in {ran_s:.0f} s, so its workers were replaced"
+        f"{missed.kind} {missed.operation!r} {length} and did not end in {ran_s:.0f} s, so its "
+        "workers were replaced"
     )
 
 
@@ -98,6 +103,7 @@ def overdue_view(situation: Situation, now: float) -> list[OverdueView]:
             "deployment": deployment.deployment,
             "operation": run.operation,
             "kind": run.kind,
+            "began_at": run.began_at,
             "expected_at": run.expected_at,
             "replaced_at": run.due_at,
         }

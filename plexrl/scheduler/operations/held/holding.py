@@ -84,13 +84,9 @@ def requeue(state: State, deployment: Deployment, operation: Operation, now: flo
     operation.started_at = None
     return_to_queue(state, deployment, operation)
     if not deployment.work.running:
-        burst = deployment.demand.burst
         if deployment.wpg.residency is not Residency.OFFLOADED:
-            burst.pause(now)
-            burst.want(now)
-        elif burst.wants_since is None:
-            # What waits behind a run on the stored state has waited on.
-            burst.want(now)
+            deployment.demand.burst.pause(now)
+        deployment.demand.burst.want(now)
 
 
 def renew_token(state: State, deployment: Deployment, operation: Operation) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from plexrl.process.conditions import Condition, ConditionView
 from plexrl.scheduler.core.core import SchedulerCore
-from plexrl.scheduler.operations.deadlines.overdue import overdue_view
+from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view
 from plexrl.scheduler.operations.held.holding import foreign_memory_view, foreign_text, held_view
 from plexrl.scheduler.queries.explain_placement import blocking_heads
 from plexrl.scheduler.queries.views import lost_nodes, restarting, service_levels
@@ -71,16 +71,18 @@ def _foreign_memory(core: SchedulerCore) -> list[ConditionView]:
 
 
 def _overdue(core: SchedulerCore, now: float) -> list[ConditionView]:
-    found = [
-        (
-            f"{each['kind']} {each['operation']} of {each['deployment']} was expected to end "
-            f"{now - each['expected_at']:.0f} s ago, and its workers are replaced in "
-            f"{max(0.0, each['replaced_at'] - now):.0f} s if it does not",
-            each["expected_at"],
-        )
-        for each in overdue_view(core.cluster, now)
-    ]
+    found = [_overdue_text(run, now) for run in overdue_view(core.cluster, now)]
     return _condition("operation_overdue", found)
+
+
+def _overdue_text(run: OverdueView, now: float) -> tuple[str, float]:
+    since, what = run["expected_at"], f"{run['kind']} {run['operation']} of {run['deployment']}"
+    late = f"has run for {now - run['began_at']:.0f} s, and it is not known yet how long it takes"
+    if since is not None:
+        late = f"was expected to end {now - since:.0f} s ago"
+    left_s = max(0.0, run["replaced_at"] - now)
+    text = f"{what} {late}, and its workers are replaced in {left_s:.0f} s if it does not end"
+    return text, run["began_at"] if since is None else since
 
 
 def _restarting(core: SchedulerCore) -> list[ConditionView]:

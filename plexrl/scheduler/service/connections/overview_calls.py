@@ -7,6 +7,8 @@ page over many jobs delays no operation.
 import asyncio
 from typing import Final
 
+import msgspec
+
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.ids import JobId
 from plexrl.scheduler.accounting.sharing import sharing_view
@@ -14,6 +16,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader
+from plexrl.scheduler.queries.overview.planned_jobs import cluster_plan
 from plexrl.scheduler.queries.overview.queue import LISTS, page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.rules.lookups import unknown_job
@@ -43,6 +46,7 @@ class OverviewCalls:
                 calls.on_request(m.OVERVIEW, calls.Nothing, self._overview),
                 calls.on_request(m.READ_LANES, calls.ReadLanes, self._lanes),
                 calls.on_request(m.READ_QUEUE, calls.ReadQueue, self._queue),
+                calls.on_request(m.READ_PLAN, calls.ReadPlan, self._plan),
                 calls.on_request(m.JOB_TIMES, calls.OneJob, self._times),
                 calls.on_request(m.LIST_SHARES, calls.Nothing, self._shares),
             )
@@ -96,6 +100,14 @@ class OverviewCalls:
             if view is not None:
                 rows.append(view)
         return {"now": self._now(), "total": total, "first": first, "rows": rows}
+
+    async def _plan(self, scope: Scope, call: calls.ReadPlan) -> ov.PlanView:
+        if scope is None:
+            raise InvalidRequestError("a quote is for one tenant: name it")
+        if call.like is not None and scope != self._core.tenant_of_job(call.like):
+            raise unknown_job(call.like)
+        plan = cluster_plan(self._core.cluster, scope, call, self._now())
+        return {"plan": msgspec.json.encode(plan).decode()}
 
     async def _times(self, scope: Scope, call: calls.OneJob) -> ov.JobTimesView:
         if scope not in (None, self._core.tenant_of_job(call.job)):

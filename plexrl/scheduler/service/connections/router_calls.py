@@ -15,6 +15,7 @@ from plexrl.errors import (
 )
 from plexrl.ids import DeploymentId, JobId, OperationId
 from plexrl.scheduler.accounting.sharing import sharing_view
+from plexrl.scheduler.jobs.quoted_jobs import quoted_jobs
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.views import (
     expected_nodes,
@@ -127,8 +128,12 @@ class RouterCalls:
         return {"blobs": unreferenced_payloads(self._core.cluster.state, call.blobs)}
 
     async def _list_usage(self, scope: Scope, _: calls.Nothing) -> cv.UsageReport:
-        sharing = sharing_view(self._core.cluster.state, scope, self._now())
-        return {"usage": usage_view(self._core.cluster.state, scope), "sharing": sharing}
+        state = self._core.cluster.state
+        return {
+            "usage": usage_view(state, scope),
+            "sharing": sharing_view(state, scope, self._now()),
+            "quoted": quoted_jobs(state, scope),
+        }
 
     async def _drain_node(self, scope: Scope, event: ev.NodeDrainChanged) -> cv.NodeView:
         check_operator(scope)
@@ -180,7 +185,9 @@ class RouterCalls:
                 expected_s=call.expected_s,
                 slo=call.slo,
                 controller=call.controller,
+                user=call.user,
                 halts_on_failure=True,
+                quote=call.quote,
             )
         )
         return self._core.job_view(call.job, self._now())

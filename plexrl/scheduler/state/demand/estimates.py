@@ -26,7 +26,8 @@ SPREAD_MIN = 0.05
 """Sizes whose relative deviation is smaller count as one size in a cost model."""
 
 OPERATION_S = 1.0
-"""Assumed duration of an operation before the first measurement."""
+"""What decisions assume of an operation before the first measurement. Nobody is told it
+(`operations.deadlines.durations`)."""
 
 
 @dataclass(slots=True)
@@ -51,6 +52,10 @@ class Estimates:
     """From the end of a burst to the arrival of the next one."""
     think_deviation: float = 0.0
     """Usual distance of that time from its average."""
+    stored_step_seconds: float | None = None
+    """Optimizer step of the stored state (`dispatch.stored_runs`); None: there was none."""
+    slowest_stored_step: float = 0.0
+    """As `slowest_by_kind`; 0: there was none."""
     pauses_after_steps: float | None = None
     """Part of the optimizer steps after which the controller paused; None: unknown."""
 
@@ -71,6 +76,11 @@ class Estimates:
             seconds /= tokens
             old = per_token.get(kind)
             per_token[kind] = seconds if old is None else KEPT * old + WEIGHT * seconds
+
+    def observe_stored_step(self, seconds: float) -> None:
+        """Add an optimizer step of the stored state."""
+        self.stored_step_seconds = _blend(self.stored_step_seconds, seconds)
+        self.slowest_stored_step = max(seconds, SLOWEST_KEPT * self.slowest_stored_step)
 
     def observe_burst(self, seconds: float, tokens: int) -> None:
         """Add a completed burst whose first operation had these `tokens`."""
@@ -103,10 +113,14 @@ class Estimates:
         self.pauses_after_steps = _blend(self.pauses_after_steps, float(paused))
 
     def operation_s(self, kind: OperationKind, tokens: int) -> float:
-        """Predicted seconds of an operation."""
+        """Predicted seconds of an operation, for decisions: they need a number for every kind."""
         if tokens > 0 and kind in self.seconds_per_token:
             return self.seconds_per_token[kind] * tokens
         return self.seconds_by_kind.get(kind, OPERATION_S)
+
+    def known_s(self, kind: OperationKind, tokens: int) -> float | None:
+        """Predicted seconds of an operation; None: its kind was not measured."""
+        return self.operation_s(kind, tokens) if kind in self.seconds_by_kind else None
 
     def burst_s(self, tokens: int) -> float:
         """Predicted seconds of a whole burst that begins with these `tokens`; 0 if unknown."""

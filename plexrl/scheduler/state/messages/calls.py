@@ -13,9 +13,16 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from plexrl.access import AccessRole, KeyScope
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
-from plexrl.scheduler.state.messages.events import OperationFailed, OperationFinished
+from plexrl.scheduler.state.demand.job_quote import JobQuote
+from plexrl.scheduler.state.demand.trace import DemandTrace
+from plexrl.scheduler.state.messages.events import (
+    DeploymentCreated,
+    OperationFailed,
+    OperationFinished,
+)
 from plexrl.scheduler.state.operation import error_view
 from plexrl.wire.scheduler_methods import Method
 
@@ -85,18 +92,32 @@ class OneTenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddKey:
-    """One more API key of a tenant."""
+class ManagedTenant(OneTenant):
+    """A call about a tenant that an admin of the tenant may make as well."""
 
-    name: TenantId
-    key_digest: str
+    by_admin: bool = False
+    """An admin of the tenant that the call is for makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeKey:
+class AddKey(ManagedTenant):
+    """One more API key of a tenant."""
+
+    key_digest: str
+    role: AccessRole | None = None
+    """None: an operator's, or a member's."""
+    user: str = ""
+    key_name: str = ""
+    """What the key is for."""
+    scope: KeyScope = KeyScope.ALL
+    valid_s: float = 0.0
+    """Seconds until it expires; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeKey(ManagedTenant):
     """Revoke a tenant's API key, which is named by its id."""
 
-    name: TenantId
     key: str
 
 
@@ -113,6 +134,9 @@ class SubmitJob:
     expected_s: float = 0.0
     slo: float | None = None
     controller: str = ""
+    user: str = ""
+    """Who submits it."""
+    quote: JobQuote | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +216,34 @@ class ReadQueue:
     which: str
     first: int = 0
     limit: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRow:
+    """A job as a row of a trace describes it."""
+
+    gpus: int
+    rollout_gpus: int = 0
+    node_type: str = ""
+    state_bytes: int = 1
+    trace: DemandTrace | None = None
+    """None: it always works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The plan of the cluster with one more job, which is described by `row`, by the job that it is
+    `like`, or by its `deployments`."""
+
+    name: str
+    steps: int = 0
+    """Cycles of the job; 0: as `expected_s` says."""
+    expected_s: float = 0.0
+    priority: int = 0
+    slo: float | None = None
+    row: AskedRow | None = None
+    like: JobId | None = None
+    deployments: tuple[DeploymentCreated, ...] = ()
 
 
 def take_scope(params: Parameters) -> tuple[Scope, Parameters]:

@@ -122,6 +122,19 @@ def allocate_step(caller: DaemonCaller, rank: Registration, arena_bytes: int) ->
     return allocations.joined_memory(rank.host, allocations.memory(rank.step))
 
 
+def clear_padding(rank: Registration, manifest: Manifest) -> None:
+    """Zero what a reused file has outside of the version that was loaded into it: an earlier step
+    of the rank, of another layout, may have left slices there, and a norm reads all of it."""
+    allocations, host, step = rank.host_allocations, rank.host, rank.step
+    assert allocations is not None
+    assert host is not None
+    assert step is not None
+    ranges = [(extent.arena_offset, extent.nbytes) for extent in manifest.extents]
+    there = [(offset - host.start, nbytes) for offset, nbytes in ranges if offset >= host.start]
+    allocations.clear(step, [each for each in ranges if each[0] < host.start])
+    allocations.clear(host, there)
+
+
 def stepped_memory(rank: Registration) -> WritableDevice:
     """The memory for the arena's slices, to which the rank can no longer write.
 

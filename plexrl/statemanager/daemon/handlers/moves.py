@@ -24,6 +24,7 @@ from plexrl.statemanager.daemon.handlers.device_memory import (
 )
 from plexrl.statemanager.daemon.handlers.host_memory import (
     allocate_step,
+    clear_padding,
     is_in_host,
     open_host,
     open_step,
@@ -34,7 +35,7 @@ from plexrl.statemanager.device.backend import DeviceAllocation
 from plexrl.statemanager.device.memory import MemoryRange
 from plexrl.statemanager.layout.keys import StatePart
 from plexrl.statemanager.layout.versions import Extent, Manifest, VersionKind, version_name
-from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep
+from plexrl.statemanager.protocol.host_requests import BeginStep, SaveStep, UndoStep
 from plexrl.statemanager.protocol.messages import (
     PUBLISHED_PARTS,
     ListReplicated,
@@ -125,6 +126,8 @@ def _begin_step(caller: DaemonCaller, request: BeginStep, _: Sequence[int]) -> D
             memory = allocate_step(caller, rank, request.arena_bytes)
             what = f"version {request.seq} of {rank.deployment!r} rank {rank.rank}"
             lease = caller.services.store.load(name, what, memory, check)
+            clear_padding(rank, lease.manifest)
+            rank.step_since = lease.manifest.token
             fds = open_step(rank)
         except BaseException:
             rank.release_host()
@@ -137,8 +140,20 @@ def _save_step(caller: DaemonCaller, request: SaveStep, _: Sequence[int]) -> Dae
     save = Save(order=request.order, parts=request.parts, meta_json="{}", same_as=None)
     with rank.exclusive():
         memory = stepped_memory(rank)
+        # The group's newest token is another holder's, beside whom the step was made.
+        caller.services.fencing.check(rank.group, request.order.token, rank.step_since)
         _check_fits_step(rank, caller.services.registry.layout(rank, request.parts).extents)
         return _store_state(caller, rank, save, memory, started)
+
+
+def _undo_step(caller: DaemonCaller, request: UndoStep, _: Sequence[int]) -> DaemonReply:
+    rank = caller.registered()
+    name = version_name(*rank.shard, rank.world_size, VersionKind.STATE, request.seq)
+    with rank.exclusive():
+        store = caller.services.store
+        made = store.find(lambda m: m.name == name and m.stamp == request.stamp)
+        store.drop(names_of(made))
+        return DaemonReply({})
 
 
 def _check_fits_step(rank: Registration, extents: Iterable[Extent]) -> None:
@@ -302,6 +317,7 @@ ENTRIES = (
     handles(Load, _load, WORKERS, is_move=True),
     handles(BeginStep, _begin_step, WORKERS, is_move=True),
     handles(SaveStep, _save_step, WORKERS, is_move=True),
+    handles(UndoStep, _undo_step, WORKERS),
     handles(Publish, _publish, WORKERS, is_move=True),
     handles(ListReplicated, _list_replicated, WORKERS),
 )

@@ -37,21 +37,31 @@ class Fencing:
         """
         with self._lock:
             highest = self._highest.get(group, 0)
-            if highest and token > highest + LEAP_MAX:
-                raise InvalidRequestError(
-                    f"token {token} of group {group!r} is far beyond the last one, {highest}: use "
-                    "the token that the scheduler granted",
-                    token=token,
-                    highest=highest,
-                )
-            if token < highest:
-                raise StaleTokenError(
-                    f"token {token} of group {group!r} is stale, {highest} has been granted since: "
-                    "another worker holds the lock, request it again",
-                    token=token,
-                    highest=highest,
-                )
+            _check(group, token, highest, highest)
             if token > highest:
                 known = {**self._highest, group: token}
                 replace_file(self._path, msgspec.json.encode(known))
                 self._highest = known
+
+    def check(self, group: str, token: int, since: int) -> None:
+        """Refuse a token that was granted before `since`, which is no higher than the newest, and
+        record nothing. Raises `StaleTokenError` and `InvalidRequestError` as `admit`."""
+        with self._lock:
+            _check(group, token, since, self._highest.get(group, 0))
+
+
+def _check(group: str, token: int, least: int, highest: int) -> None:
+    if highest and token > highest + LEAP_MAX:
+        raise InvalidRequestError(
+            f"token {token} of group {group!r} is far beyond the last one, {highest}: use the "
+            "token that the scheduler granted",
+            token=token,
+            highest=highest,
+        )
+    if token < least:
+        raise StaleTokenError(
+            f"token {token} of group {group!r} is stale, {least} has been granted since: another "
+            "worker holds the lock, request it again",
+            token=token,
+            highest=least,
+        )

@@ -64,6 +64,8 @@ class Registration:
     """State that stays in host memory; absent: none."""
     step: HostState | None = None
     """Memory for the arena's slices during a step of the stored state; absent: no step."""
+    step_since: int = 0
+    """Token under which the version was stored that the step began with."""
     host_allocations: HostAllocations | None = None
     """Owner of `host`."""
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -1,18 +1,21 @@
 """An optimizer step of the stored state, while another deployment has the GPUs (PlexRL §4.5.4).
 
 Each rank's StateManager copies the offloaded version to host memory. The CPU steps it there, and
-the result is stored as the next version, which the next load loads. The ranks agree before and
+the result is stored as the next version, which the next load loads. It does so at a low priority:
+the GPUs' holder has its workers on the same CPUs. The ranks agree before and
 after the step, so either all of them have made the next version or none counts.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from plexrl.errors import ConflictError, StaleTokenError
+from plexrl.errors import ConflictError, PlexRLError, StaleTokenError
 from plexrl.statemanager.client.client import StateManagerClient
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.wire.messages import SaveRequest
 from plexrl.worker.interface.backend import Backend, BackendCall, BackendResult
+from plexrl.worker.state.host.low_priority import LowPriorityThread
 from plexrl.worker.state.rank_agreement import on_all_ranks
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ class StoredSteps:
         self._client = client
         self._arena: HostArena | None = None
         """Addresses of a step's parameters and gradients; absent before the first one."""
+        self._thread = LowPriorityThread()
+        """The holder's workers, which feed the GPUs, go first."""
 
     def run(self, call: BackendCall, order: SaveRequest) -> BackendResult:
         """Step the offloaded version `order.keep_seq` and store the result as `order.seq`.
@@ -51,11 +56,14 @@ class StoredSteps:
 
         try:
             self._agree(begin)
-            result = self._backend.step_stored(call, arena)
+            result = self._thread.run(lambda: self._backend.step_stored(call, arena))
             parts = self._backend.live_parts()
             self._agree(lambda: steps[0].save(order, parts))
         except BaseException:
             for step in steps:
+                # What one rank has stored alone is of no use, and counts in the tenant's quota.
+                with suppress(PlexRLError):
+                    step.undo()
                 step.end()
             raise
         steps[0].end()

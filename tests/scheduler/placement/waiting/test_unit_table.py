@@ -79,6 +79,20 @@ def test_a_table_shrinks_after_a_backlog_is_gone() -> None:
     check(table, {DeploymentId("d1000"): unit_of(table)})
 
 
+def test_a_table_that_grows_or_shrinks_has_rows_for_as_many_units_again() -> None:
+    table, random = UnitTable(), Random(1)
+    sizes = set()
+    for number in range(8 * ROWS_MIN):
+        table.add(unit(number, random))
+        if len(table.units) not in sizes:
+            sizes.add(len(table.units))
+            # A row of a column costs little, and each growth copies all of them.
+            assert (
+                2 * len(table) - 1 <= max(ROWS_MIN, len(table.units)) <= 2 * len(table) + ROWS_MIN
+            )
+    assert len(sizes) <= 5
+
+
 def unit_of(table: UnitTable) -> Unit:
     (found,) = [each for each in table.units if each is not None]
     return found

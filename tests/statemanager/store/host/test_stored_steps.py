@@ -1,6 +1,8 @@
 """A stored version is stepped in host memory: the next one is whole, or there is none."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,12 +10,14 @@ import pytest
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
+    StaleTokenError,
     StateLostError,
     StateTierFullError,
 )
 from plexrl.statemanager.client.host_arena import HostArena
 from plexrl.statemanager.client.stored_step import StoredStep
 from plexrl.statemanager.layout.keys import StatePart
+from plexrl.statemanager.layout.ranges import PAGE_BYTES
 from plexrl.wire.messages import SaveRequest
 from tests.statemanager.conftest import ALL_PARTS, MIB, Daemon, StartDaemon
 from tests.statemanager.host_shards import ELEMENTS, HostShard
@@ -213,3 +217,71 @@ def test_a_step_stores_nothing_from_beyond_its_memory(daemon: Daemon) -> None:
     shard.close()
     daemon.terminate()
     check(daemon)
+
+
+def test_memory_of_an_earlier_step_is_cleared_around_the_slices(shard: SteppedShard) -> None:
+    shard.copy = HostArena(NBYTES + PAGE_BYTES)
+    step = shard.begin(1)
+    shard.add()
+    shard.copy.buffer[NBYTES:] = bytes([7]) * PAGE_BYTES
+    shard.save(step, 2)
+    step = shard.begin(2)
+    assert not any(shard.copy.buffer[NBYTES:])
+    step.end()
+
+
+def test_a_step_that_cannot_be_mapped_keeps_no_descriptor(shard: SteppedShard) -> None:
+    step = shard.client.begin_step(shard.copy, 1)
+    before, shard.copy.address = open_files(), shard.copy.address + 1
+    with pytest.raises(OSError, match="Invalid argument"):
+        step.begin()
+    shard.copy.address -= 1
+    step.end()
+    assert open_files() == before
+    shard.check_after(1, steps=1)
+
+
+def test_memory_that_cannot_be_mapped_to_be_read_keeps_no_descriptor() -> None:
+    arena, before = HostArena(NBYTES), open_files()
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(OSError, match="No such device"):
+        arena.attach(reader, None)
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_step_of_an_earlier_grant_than_its_version_is_refused(shard: SteppedShard) -> None:
+    shard.token = 5
+    shard.register()
+    shard.load(1)
+    shard.step()
+    shard.offload(2, keep_seq=1)
+    step = shard.begin(2)
+    shard.add()
+    for token, error in ((4, StaleTokenError), (1 << 30, InvalidRequestError)):
+        with pytest.raises(error):
+            step.save(SaveRequest(seq=3, keep_seq=2, token=token), ALL_PARTS)
+    step.save(SaveRequest(seq=3, keep_seq=2, token=5), ALL_PARTS)
+    step.end()
+    shard.client.end_step(step)
+    shard.check_after(3, steps=3)
+
+
+def test_a_version_that_no_other_rank_has_made_is_dropped(
+    daemon: Daemon, shard: SteppedShard
+) -> None:
+    before = used_bytes(daemon)
+    step = shard.begin(1)
+    shard.add()
+    step.save(SaveRequest(seq=2, keep_seq=1, token=1), ALL_PARTS)
+    step.undo()
+    step.end()
+    assert used_bytes(daemon) == before
+    shard.register()
+    with pytest.raises(StateLostError):
+        shard.load(2)
+    shard.check_after(1, steps=1)

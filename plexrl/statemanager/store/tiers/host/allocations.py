@@ -10,6 +10,7 @@ Invariants:
 - Released memory is not allocated again while a process still has it open or mapped.
 """
 
+import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from functools import partial
 from plexrl.errors import ConflictError, CorruptStateError
 from plexrl.statemanager.device.mapping import move
 from plexrl.statemanager.device.memory import ByteRun, WritableDevice
+from plexrl.statemanager.device.segments import uncovered
 from plexrl.statemanager.layout.ranges import Piece
 from plexrl.statemanager.store.objects import SharedObject
 from plexrl.statemanager.store.saving.saving import DonatedSection
@@ -226,6 +228,13 @@ class HostAllocations:
         """Allocated memory, whose first byte has offset 0."""
         assert state.allocation is not None, f"{state.owner!r} has no memory"
         return _Allocated(self._pool.address(state.allocation.piece), state.nbytes)
+
+    def clear(self, state: HostState, covered: Sequence[tuple[int, int]]) -> None:
+        """Zero the rank's allocation except for the (offset, bytes) ranges `covered`."""
+        assert state.allocation is not None, f"{state.owner!r} has no memory"
+        piece = state.allocation.piece
+        for offset, nbytes in uncovered(covered, piece.nbytes):
+            ctypes.memset(self._pool.address(piece) + offset, 0, nbytes)
 
     def check_unwritten(self, state: HostState) -> None:
         """Refuse to read memory that its rank can still write to, or has truncated.

@@ -77,7 +77,7 @@ function state(job, explained) {
   const age = (job.ended_at ?? Date.now() / 1000) - job.submitted_at;
   return panel(job.name === job.job ? job.job : `${job.name} (${job.job})`, null,
     facts([["tenant", job.tenant], ["state", job.state], ["age", duration(age)], ["GPU time", gpuHours(job.gpu_seconds)],
-      ["priority", job.priority], ["accepts to wait", percent(job.slo)]]),
+      ["priority", job.priority], ["accepts to wait", percent(job.slo)], ...quoted(job.quoted)]),
     make("p", {}, job.reason || explained.summary), ...warnings,
     job.failure ? make("p", { class: "bad" }, `It failed: ${job.failure.message}`) : null,
     table([["deployment", "name"], ["kind", ""], ["state", ""], ["GPUs", "number"], ["groups", "name"], ["state on", ""], ["waited", "number"], ["placed", "why"]],
@@ -87,6 +87,15 @@ function state(job, explained) {
           each.workers, each.groups.join(", ") || null, each.residency,
           each.waiting_part === null ? null : percent(each.waiting_part), placed?.sharing || placed?.topology || null];
       }), "It has no deployments."));
+}
+
+// What the job was quoted, beside what came of it.
+function quoted(view) {
+  if (!view) return [];
+  const actual = (value, shown) => value === null ? "" : `, was ${shown(value)}`;
+  return [["quoted start", `${duration(view.quoted_start_s)}${actual(view.start_s, duration)}`],
+    ["quoted end", `${duration(view.quoted_end_s)} (${duration(view.quoted_end_low_s)} to ${duration(view.quoted_end_high_s)})${actual(view.end_s, duration)}`],
+    ["quoted GPU time", `${gpuHours(view.quoted_gpu_hours * 3600)} of which ${gpuHours(view.gpu_hours * 3600)} are billed`]];
 }
 
 function waits(explained) {
