@@ -63,10 +63,10 @@ PANELS: Panels = {
         "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
         "dashboard": (
-            "cluster.dashboard:dashboard",
+            "cluster.observe.dashboard:dashboard",
             "The operator's page of a journal, or of a demo cluster.",
         ),
-        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
+        "history": ("cluster.observe.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

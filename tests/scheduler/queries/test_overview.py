@@ -11,9 +11,8 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
 from plexrl.scheduler.queries.overview import possible
-from plexrl.scheduler.queries.overview.gpu_states import overview
+from plexrl.scheduler.queries.overview.gpu_states import memory_of, overview, total
 from plexrl.scheduler.queries.overview.job_times import TimesReader
-from plexrl.scheduler.queries.overview.memory import memory_of, total
 from plexrl.scheduler.queries.overview.queue import page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.state.messages import events as ev

@@ -1,4 +1,9 @@
-"""Counts the GPUs by state, and what waits for them: a few microseconds for each group."""
+"""Counts the GPUs by state, the bytes of states by tier, and what waits: a few microseconds for
+each group.
+
+Bytes are those of the whole state as it was declared. A state that is on GPUs may also be stored:
+then it counts in both places, as it takes memory in both.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -7,9 +12,10 @@ from plexrl.ids import DeploymentId, NodeId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import count_impossible, is_possible
 from plexrl.scheduler.queries.eta import eta_quality
-from plexrl.scheduler.queries.overview.memory import tiers_of, total
 from plexrl.scheduler.queries.overview.possible import can_get_gpus
-from plexrl.scheduler.state.records import Deployment, Group, Node, State
+from plexrl.scheduler.state.deployment.wpg.wpg import Wpg
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.wire.messages.overview_views import (
     BLOCKS_MAX,
     COMPUTING,
@@ -22,8 +28,12 @@ from plexrl.wire.messages.overview_views import (
     SWITCHING,
     BlockCounts,
     GpuCounts,
+    JobMemoryView,
     OverviewView,
+    TierBytes,
 )
+
+_ON_GPUS = (Residency.DEVICE, Residency.MOVING)
 
 
 def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewView:
@@ -58,6 +68,36 @@ def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewV
         view["switches"] = state.former_switches + switches
         view["switch_seconds"] = sum(group.switch_seconds for group in groups)
     return view
+
+
+def tiers_of(deployment: Deployment) -> TierBytes:
+    """The bytes of one deployment."""
+    state_bytes, wpg = deployment.spec.state_bytes, deployment.wpg
+    nvme = min(state_bytes, _nvme_bytes(wpg))
+    return {
+        "gpu": state_bytes if wpg.residency in _ON_GPUS else 0,
+        "host": state_bytes - nvme if wpg.stored.nodes else 0,
+        "nvme": nvme,
+    }
+
+
+def memory_of(state: State, job: Job) -> list[JobMemoryView]:
+    """The bytes of each deployment of a job that has any."""
+    found = [(state.deployments[name], name) for name in job.deployments]
+    views: list[JobMemoryView] = [
+        {"deployment": name, "bytes": tiers_of(deployment)} for deployment, name in found
+    ]
+    return [view for view in views if any(view["bytes"].values())]
+
+
+def total(found: Iterable[TierBytes]) -> TierBytes:
+    """Their sum."""
+    sums: TierBytes = {"gpu": 0, "host": 0, "nvme": 0}
+    for each in found:
+        sums["gpu"] += each["gpu"]
+        sums["host"] += each["host"]
+        sums["nvme"] += each["nvme"]
+    return sums
 
 
 def visible_groups(state: State, tenant: TenantId | None) -> list[Group]:
@@ -180,3 +220,8 @@ def _view(node_type: str, counts: Iterable[Counter[str]]) -> GpuCounts:
         total.update(each)
     states = {name: total[name] for name in GPU_STATES if total[name]}
     return {"node_type": node_type, "gpus": total.total(), "states": states}
+
+
+def _nvme_bytes(wpg: Wpg) -> int:
+    stored = wpg.stored
+    return sum(stored.nvme_bytes_by_node.get(node, 0) for node in stored.nodes)

@@ -5,7 +5,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.queries.overview.memory import memory_of
+from plexrl.scheduler.queries.overview.gpu_states import memory_of
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Job, State
 from plexrl.wire.messages.overview_views import JobTimesView, TimesView
