@@ -54,7 +54,6 @@ _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
 _WAIT: Final = Bounds(SLEEP_S_MIN, WAIT_S_MAX)
-_PATIENCE: Final = _maybe(Bounds(0, WAIT_S_MAX))
 _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
 _OVER_LAUNCH: Final = Bounds(1, 16)
@@ -107,11 +106,12 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     },
     "generate": {"samples_per_prompt": _count(1, SAMPLES_MAX)},
     "forward": {"micro_batch_tokens": _COUNT, "top_logprobs": _TOP},
-    "forward_backward": {"micro_batch_tokens": _COUNT},
+    "forward_backward": {"micro_batch_tokens": _COUNT, "sampled_step": _maybe(_FROM_0)},
     "save_checkpoint": {
         "shard_bytes_max": _count(1, 2**63 - 1),
         "keep_last": _maybe(_COUNT),
         "keep_every": _maybe(_COUNT),
+        "keep_bytes": _maybe(_count(1, BYTES_MAX - 1)),
         "step": _maybe(_ANY_SEED),
     },
     "job": {
@@ -122,8 +122,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
     },
+    "fork": {"step": _RECORDS},
     "quote": {
-        "steps": _maybe(_count(1, COUNT_MAX)),
+        "steps": _maybe(_COUNT),
         "expected_s": _maybe(_SECONDS),
         "price": _maybe(_PRICE),
         "gpus": _RANKS,
@@ -139,6 +140,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "tp_sizes": _RANKS,
         "checkpoint_every": _maybe(_COUNT),
         "checkpoint_keep": _maybe(_COUNT),
+        "checkpoint_bytes": _maybe(_count(1, BYTES_MAX - 1)),
     },
     "layout": {"dp": _RANKS, "tp": _RANKS, "pp": _RANKS, "cp": _RANKS, "ep": _RANKS},
     # Adapters are scaled by alpha / rank: less than 1e-6 / 1024 is lost beside the weights.
@@ -213,7 +215,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "samples": {"step": _ANY_SEED, "total": _FROM_0, "failed": _FROM_0, "length": _FROM_0},
     "connection": {"timeout_s": Bounds(SLEEP_S_MIN, WAIT_S_MAX)},
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
-    "result": {"timeout_s": _PATIENCE},
+    "result": {"timeout_s": _maybe(Bounds(0, WAIT_S_MAX))},
     "queue": {"limit": _count(1, 100)},
     "key": {"valid_s": _maybe(Bounds(1, _YEARS_DAYS * 86_400))},
     "audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
@@ -311,12 +313,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "nvme_bytes": _count(1, MEMORY_MAX),
     },
     "plexrl node token": {"uses": _count(1, 1_000_000)},
+    "plexrl tenants set": {"weight": _maybe(Bounds(1e-6, 1e6)), "priority_max": _maybe(_CLASS)},
     "plexrl keys create": {"days": _maybe(Bounds(1 / 1440, _YEARS_DAYS))},
     "plexrl audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
-    "plexrl tenants set": {
-        "weight": _maybe(Bounds(1e-6, 1e6)),
-        "priority_max": _maybe(_count(-100, 100)),
-    },
     "plexrl metrics": {"last": _COUNT},
     "plexrl samples": {"step": _maybe(_ANY_SEED), "last": _COUNT},
     "plexrl checkpoints keep": {"count": _COUNT},
@@ -397,6 +396,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "step_s": _maybe(Bounds(1e-6, 1e9)),
     },
     "plexrl fidelity": {"warm_up": _RECORDS, "seeds": _count(1, 10_000)},
+    "plexrl rewind": {"step": _RECORDS},
+    "plexrl fork": {"step": _RECORDS, "count": _count(1, 256)},
     "plexrl quote": {"steps": _maybe(_COUNT), "priority": _CLASS, "price": _maybe(_PRICE)},
     "plexrl forecast": {
         "groups": _RANKS,

@@ -65,6 +65,7 @@ GROUP_OF: dict[str, str] = {
     "DecodeProfile": "profile",
     "DemandTrace": "trace",
     "Elastic": "elastic",
+    "Fork": "fork",
     "Future.result": "result",
     "GenerateFuture.interrupt": "result",
     "GenerateFuture.result": "result",
@@ -80,6 +81,7 @@ GROUP_OF: dict[str, str] = {
     "Job.quote": "quote",
     "Job.reference_deployment": "deployment",
     "Job.reward_deployment": "deployment",
+    "Job.rewind": "fork",
     "Job.rollout": "rollout deployment",
     "Job.rollout_deployment": "deployment",
     "Job.train_deployment": "deployment",
@@ -165,6 +167,7 @@ NO_OPTIONS = {
     *("gae rewards", "gae values", "gae mask", "gae last_values"),
     *("Parallelism.coordinates rank", "Parallelism.rank dp", "Parallelism.rank tp"),
     *("Cluster.create_job run_warnings", "Job.log_samples rewards"),
+    "Job.setting default",
     *("Parallelism.rank pp", "Parallelism.rank cp", "Tokenizer.decode tokens"),
 }
 """Data, coordinates that are compared with a layout, and arguments of the SDK's own calls."""

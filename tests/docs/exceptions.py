@@ -16,6 +16,8 @@ PARSED = {
     "plexrl history ": "needs an archive; tests/cli/cluster/test_history.py",
     "plexrl plan-rollout ": "needs a profile; tests/cluster/rollouts/test_rollout_profile.py",
     "plexrl rollouts JOB --profile ": "needs a rollout that has trained; as `plan-rollout`",
+    "plexrl fork ": "needs a script; tests/cluster/training/test_time_machine.py",
+    "plexrl rewind ": "fences the job's controller; as `plexrl fork`",
     "plexrl quote ": "needs a script or a profiled job; tests/cluster/commands/test_quote.py",
     "plexrl logs -f ": "ends with its job; tests/cluster/training/test_run_records.py",
     "plexrl statemanager ": "asks for 256 GiB of host memory; tests/statemanager starts it",

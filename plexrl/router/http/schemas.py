@@ -107,6 +107,7 @@ class JobRequest(Strict):
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
     quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
+    fork: dict[str, Any] | None = Field(None, description="`ForkView`: where it comes from")
 
 
 class FinishRequest(Strict):
@@ -334,6 +335,7 @@ class DeploymentRequest(Strict):
     checkpoint_keep: Annotated[int | None, Limited("deployment", "checkpoint_keep")] = Field(
         None, description="train: keep so many of the newest of them; absent: all"
     )
+    checkpoint_bytes: Annotated[int | None, Limited("deployment", "checkpoint_bytes")] = None
     node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand as given by the user; it is placed by this at once"

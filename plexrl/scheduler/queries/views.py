@@ -171,6 +171,8 @@ def job_view(situation: Situation, job: Job) -> JobView:
     }
     if job.quote is not None:
         view["quoted"] = quoted_job(job, job.quote)
+    if job.fork is not None:
+        view["fork"] = job.fork
     return view
 
 

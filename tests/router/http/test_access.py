@@ -36,6 +36,7 @@ UNPLACED = ("/pause", "/resume", "/tp", "/engines", "/rollouts", "/stream", "/ch
 
 BODIES: Mapping[str, Any] = {
     "POST /v1/tenants/{name}/keys": {"user": f"{OWN}-user"},
+    "POST /v1/jobs/quote": {"name": "new", "expected_s": 1.0, "row": {"gpus": 1}},
     "POST /v1/jobs/{job}/finish": {"outcome": "completed"},
     "POST /v1/jobs/{job}/metrics": {"step": 1, "values": {"loss": 1.0}},
     "POST /v1/jobs/{job}/samples": {"step": 1, "total": 0, "failed": 0, "samples": []},
@@ -43,6 +44,7 @@ BODIES: Mapping[str, Any] = {
         "", "new", "train", MODEL, {}
     ).json,
     "POST /v1/jobs/{job}/deployments/{name}/copies": {"name": "copy"},
+    "POST /v1/jobs/{job}/checkpoints/{name}/share": {"job": "fork", "name": "base"},
     "PUT /v1/jobs/{job}/deployments/{name}/parallelism": {},
     "POST /v1/jobs/{job}/deployments/{name}/pause": {},
     "POST /v1/jobs/{job}/deployments/{name}/tp": {"tp": 1},

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict
 
 from plexrl.errors import (
     CheckpointNotFoundError,
@@ -38,6 +39,16 @@ from plexrl.wire.messages.views import (
 from plexrl.wire.parameter_checks import check_identifier
 
 CONTROLLER = "controller"
+
+
+class ShareRequest(BaseModel):
+    """The job that gets a checkpoint, and its name there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job: str
+    name: str
+
 
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ViewRoute)
 
@@ -271,6 +282,24 @@ async def checkpoint_file(
         headers={"content-length": str(stop - start)},
         media_type="application/octet-stream",
     )
+
+
+@ROUTES.post(
+    "/{job}/checkpoints/{name}/share",
+    status_code=204,
+    summary="Give a checkpoint to another job of the tenant, without a copy",
+)
+async def share_checkpoint(
+    request: Request, services: Services, job: str, name: str, body: ShareRequest
+) -> None:
+    """A repeated request changes nothing. The bytes stay until both jobs have deleted it, and count
+    once in the tenant's quota."""
+    caller = await services.caller(request)
+    source = await services.scheduler.call(m.GET_JOB, {"job": job, **caller.rights})
+    fork = await services.scheduler.call(m.GET_JOB, {"job": body.job, **caller.claim})
+    if source["tenant"] != fork["tenant"]:
+        raise PermissionDeniedError("a checkpoint is shared between jobs of one tenant")
+    await services.checkpoint_quota.share(job, name, body.job, body.name)
 
 
 @ROUTES.delete("/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint")

@@ -188,6 +188,7 @@ class RouterCalls:
                 user=call.user,
                 halts_on_failure=True,
                 quote=call.quote,
+                fork=call.fork,
             )
         )
         return self._core.job_view(call.job, self._now())

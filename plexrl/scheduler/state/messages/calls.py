@@ -24,6 +24,7 @@ from plexrl.scheduler.state.messages.events import (
     OperationFinished,
 )
 from plexrl.scheduler.state.operation import error_view
+from plexrl.wire.messages.run_views import ForkView
 from plexrl.wire.scheduler_methods import Method
 
 Parameters = dict[str, object]
@@ -137,6 +138,7 @@ class SubmitJob:
     user: str = ""
     """Who submits it."""
     quote: JobQuote | None = None
+    fork: ForkView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

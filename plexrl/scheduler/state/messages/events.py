@@ -56,6 +56,7 @@ from plexrl.wire.messages.reports import (
 from plexrl.wire.messages.reports import (
     WorkerSeen as WorkerSeen,
 )
+from plexrl.wire.messages.run_views import ForkView
 from plexrl.wire.operations import CheckpointSchedule, OperationKind, OperationParams
 
 restore_annotations(DemandTrace)
@@ -197,6 +198,8 @@ class JobSubmitted(Event, frozen=True, kw_only=True):
     journals."""
     quote: JobQuote | None = None
     """What it was told before; None: it did not ask."""
+    fork: ForkView | None = None
+    """Where it comes from; None: it is no fork."""
 
 
 class ControllerSeen(Event, frozen=True, kw_only=True):
