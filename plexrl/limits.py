@@ -106,7 +106,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     },
     "generate": {"samples_per_prompt": _count(1, SAMPLES_MAX)},
     "forward": {"micro_batch_tokens": _COUNT, "top_logprobs": _TOP},
-    "forward_backward": {"micro_batch_tokens": _COUNT},
+    "forward_backward": {"micro_batch_tokens": _COUNT, "sampled_step": _maybe(_FROM_0)},
     "save_checkpoint": {
         "shard_bytes_max": _count(1, 2**63 - 1),
         "keep_last": _maybe(_COUNT),

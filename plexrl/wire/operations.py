@@ -308,6 +308,9 @@ class ForwardBackwardParams(Params, frozen=True, kw_only=True):
     loss: LossSpec
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     """Most tokens, including padding, that one rank runs through the model at once."""
+    sampled_step: int | None = None
+    """Optimizer steps in the oldest weights that drew the batch; None: not known. What is watched
+    of the run depends on it, and nothing else."""
 
 
 class ForwardParams(Params, frozen=True, kw_only=True):

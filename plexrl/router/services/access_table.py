@@ -180,6 +180,8 @@ ROWS: Mapping[str, Rule] = {
     f"POST {_TINKER}/sessions/{{session}}/finish": CHANGE,
     f"GET {_TINKER}/sessions": READ,
     f"GET {_TINKER}/sessions/{{session}}": READ,
+    f"GET {_TINKER}/sessions/{{session}}/trace_export": READ,
+    f"GET {_TINKER}/traces/{{name}}": OPEN,
     f"POST {_TINKER}/retrieve_future": REPEAT,
     f"POST {_TINKER}/retrieve_futures": REPEAT,
     f"POST {_TINKER}/cancel_future": CHANGE,

@@ -18,7 +18,7 @@ from plexrl.router.services.guarded_route import include_guarded
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import RecordFile
-from plexrl.router.tinker.routes import checkpoints, sampling, training
+from plexrl.router.tinker.routes import checkpoints, sampling, traces, training
 from plexrl.router.tinker.routes import sessions as session_routes
 from plexrl.router.tinker.routes.client import BODY_BYTES_MAX, TinkerRoute
 from plexrl.router.tinker.sessions import Sessions
@@ -88,7 +88,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
-    subjects = (session_routes, sampling, training, checkpoints)
+    subjects = (session_routes, sampling, training, traces, checkpoints)
     include_guarded(app, *(subject.ROUTES for subject in subjects))
     return app
 
