@@ -4,12 +4,14 @@
 
     reader = HistoryReader(Archive("/var/lib/plexrl/history"))
     replay = reader.replay(config, since, until)     # the core as it was just before `since`
-    for at, event in replay.events:                  # what happened from then on
-        replay.core.handle(event, at, replay.skipped(event))
+    for entry in replay.run():                       # what happened from then on: the same again,
+        ...                                          # with the core after each event
+    for at, event in replay.events:                  # or the events alone, for another core
+        ...
 
 A replay begins at the newest archived snapshot before `since`, or at the beginning of the journal,
 and handles the events in between. Where pieces are missing, because they were deleted by age or by
-a tenant's wish, `events` raises `NotFoundError`; `entries` passes over them, for readers that
+a tenant's wish, a replay raises `NotFoundError`; `entries` passes over them, for readers that
 need single events only.
 
 `runs` reads the runs of operations, which needs no replay, in the resolution of a screen.
