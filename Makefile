@@ -28,6 +28,7 @@ MATRIX ?=
 DEMO_HOSTS ?=
 STAMP := $(VENV)/.plexrl-setup
 CORE_STAMP := $(CORE_VENV)/.plexrl-setup
+DEMO_STAMP := $(VENV)/.plexrl-demo
 VLLM_STAMP := $(VENV)/.plexrl-vllm
 
 export OMP_NUM_THREADS ?= 1
@@ -53,7 +54,7 @@ help:
 	@echo "make pure         delete the C extensions"
 	@echo "make gpu-kit      pack wheels for scripts/gpu_check.sh on a GPU machine without internet"
 	@echo "make clean        delete .venv, .venv-core, caches and build output"
-	@echo "All targets but help, pure, test-core, matrix and clean create .venv first if it is missing."
+	@echo "All targets but demo, help, pure, test-core, matrix and clean create .venv first if it is missing; demo needs less of it."
 
 setup: $(STAMP)
 
@@ -76,7 +77,17 @@ $(VLLM_STAMP): $(STAMP)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
-demo: setup
+# What the demo runs, without what only tests need: DeepSpeed, Megatron, Ray, Kubernetes, trackers.
+$(DEMO_STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
+	@echo "torch, which the workers compute with"
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@echo "the cluster, the SDK, and matplotlib for the report"
+	$(BIN)/python -m pip install --quiet --editable ".[server,worker,text,demo,cuda]"
+	@touch $(DEMO_STAMP)
+
+demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP))
 	$(BIN)/plexrl demo --out $(OUT)
 
 demo-hosts: setup

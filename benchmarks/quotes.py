@@ -2,7 +2,7 @@
 
     python -m benchmarks.quotes [--quick] [--json]
 
-A fleet of 200 jobs with the published 7B profile in four sizes, and of 5 to 60 cycles, is submitted
+A fleet of 200 jobs with the published 7B profile in four sizes, and of 5 to 30 cycles, is submitted
 at random moments to 10 simulated nodes. Each job asks for a quote just before its submission, from
 a plan of the running core, as `plexrl quote` does. It knows the jobs that are live, not those that
 come later. When the job has completed, its quote is compared with what came of it, and its errors
@@ -39,12 +39,12 @@ from plexrl.sim.workload.scenario import Behaviour, NodeType, Pool, Scenario
 from plexrl.traces import MODEL_CLASSES, TraceJob
 
 JOBS = sized(200, quick=12)
-SEEDS = sized(5, quick=1)
+SEEDS = sized(3, quick=1)
 NODES = 10
-GAP_S = 300.0
+GAP_S = 160.0
 """Mean time between two submissions: the cluster is nearly full, and jobs wait."""
 SIZES = (8, 8, 8, 16)
-CYCLES = (5, 60)
+CYCLES = (5, 30)
 WORK = (0.7, 1.6)
 """Training work relative to the profile; rollouts likewise."""
 NODE = NodeType()

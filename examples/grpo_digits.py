@@ -160,6 +160,8 @@ class Controller:
             progress.step(step + 1, row)
         after = self.evaluate()
         self.job.log(self.options.steps, {"eval/reward": after})
+        if self.options.save is not None:
+            self.actor.save_checkpoint(self.options.save).result()
         progress.say(
             f"{self.options.task}: held-out reward {after:.3f} after {self.options.steps} steps"
         )
@@ -192,6 +194,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--exclusive", action="store_true", help="share the GPUs of the actor with no other job"
     )
     parser.add_argument("--name", default=None, help="job name; default: the name of the task")
+    parser.add_argument("--save", default=None, help="name of a checkpoint of the final weights")
     return parser.parse_args(arguments)
 
 

@@ -6,13 +6,11 @@ arithmetic works: float32 for what models compute with, 32 bits for counts of en
 bytes. Most numbers of configuration files that are no option are bounded beside their settings.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import replace
 from typing import Final
 
-from plexrl.errors import InvalidRequestError
+from plexrl.bounds import Bounds
 
 COUNT_MAX = 2**31 - 1
 """Largest count of tokens, samples and so on: engines count in 32 bits."""
@@ -38,72 +36,6 @@ SLEEP_S_MIN = 1e-3
 """Shortest time: clocks and timers are about as exact."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Lower and upper bound of a finite number."""
-
-    least: float
-    most: float
-    is_open: bool = False
-    """The upper bound is exclusive."""
-    is_whole: bool = False
-    may_be_absent: bool = False
-    may_be_zero: bool = False
-    """0 has a meaning of its own, and `least` is that of the other numbers."""
-    hint: str = ""
-    """Further words of the message."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises `InvalidRequestError` for a value out of bounds, naming the value and the
-        bounds."""
-        if not self.holds(value):
-            raise InvalidRequestError(
-                f"{name} is {_short(value)}; it must be {self}{self.hint}", parameter=name
-            )
-
-    def holds(self, value: object) -> bool:
-        """Whether `value` is a number within the bounds, or absent if it may be."""
-        if value is None:
-            return self.may_be_absent
-        kind = Integral if self.is_whole else Real
-        if not isinstance(value, kind) or isinstance(value, bool):
-            return False
-        try:
-            number = int(value) if isinstance(value, Integral) else float(value)
-        except OverflowError:
-            return False
-        if not math.isfinite(number):
-            return False
-        if self.may_be_zero and number == 0:
-            return True
-        return self.least <= number <= self.most and not (self.is_open and number == self.most)
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.is_whole else "a number"
-        zero = "0, or " if self.may_be_zero else ""
-        most = f"below {self.most_text}" if self.is_open else f"at most {self.most_text}"
-        return f"{zero}{noun}, at least {self.least_text} and {most}"
-
-    @property
-    def least_text(self) -> str:
-        """The lower bound as text."""
-        return _text(self.least)
-
-    @property
-    def most_text(self) -> str:
-        """The upper bound as text."""
-        return _text(self.most)
-
-
-def _text(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:.12g}"
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}…"
-
-
 def _count(least: int, most: int, hint: str = "") -> Bounds:
     return Bounds(least, most, is_whole=True, hint=hint)
 
@@ -122,7 +54,6 @@ _SEED: Final = _count(0, 2**63 - 1)
 _ANY_SEED: Final = _count(-(2**63), 2**63 - 1)
 _SECONDS: Final = Bounds(0, SECONDS_MAX, is_open=True)
 _WAIT: Final = Bounds(SLEEP_S_MIN, WAIT_S_MAX)
-_PATIENCE: Final = _maybe(Bounds(0, WAIT_S_MAX))
 _PART: Final = Bounds(0, 1, is_open=True)
 _CLIP: Final = Bounds(0, 1e6)
 _OVER_LAUNCH: Final = Bounds(1, 16)
@@ -175,11 +106,12 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     },
     "generate": {"samples_per_prompt": _count(1, SAMPLES_MAX)},
     "forward": {"micro_batch_tokens": _COUNT, "top_logprobs": _TOP},
-    "forward_backward": {"micro_batch_tokens": _COUNT},
+    "forward_backward": {"micro_batch_tokens": _COUNT, "sampled_step": _maybe(_FROM_0)},
     "save_checkpoint": {
         "shard_bytes_max": _count(1, 2**63 - 1),
         "keep_last": _maybe(_COUNT),
         "keep_every": _maybe(_COUNT),
+        "keep_bytes": _maybe(_count(1, BYTES_MAX - 1)),
         "step": _maybe(_ANY_SEED),
     },
     "job": {
@@ -190,8 +122,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "expected_s": _SECONDS,
         "slo": _maybe(_PART),
     },
+    "fork": {"step": _RECORDS},
     "quote": {
-        "steps": _maybe(_count(1, COUNT_MAX)),
+        "steps": _maybe(_COUNT),
         "expected_s": _maybe(_SECONDS),
         "price": _maybe(_PRICE),
         "gpus": _RANKS,
@@ -207,6 +140,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "tp_sizes": _RANKS,
         "checkpoint_every": _maybe(_COUNT),
         "checkpoint_keep": _maybe(_COUNT),
+        "checkpoint_bytes": _maybe(_count(1, BYTES_MAX - 1)),
     },
     "layout": {"dp": _RANKS, "tp": _RANKS, "pp": _RANKS, "cp": _RANKS, "ep": _RANKS},
     # Adapters are scaled by alpha / rank: less than 1e-6 / 1024 is lost beside the weights.
@@ -281,8 +215,10 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "samples": {"step": _ANY_SEED, "total": _FROM_0, "failed": _FROM_0, "length": _FROM_0},
     "connection": {"timeout_s": Bounds(SLEEP_S_MIN, WAIT_S_MAX)},
     "deadline": {"deadline_s": Bounds(1e-6, SECONDS_MAX)},
-    "result": {"timeout_s": _PATIENCE},
+    "result": {"timeout_s": _maybe(Bounds(0, WAIT_S_MAX))},
     "queue": {"limit": _count(1, 100)},
+    "key": {"valid_s": _maybe(Bounds(1, _YEARS_DAYS * 86_400))},
+    "audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "page": {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
@@ -329,6 +265,10 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl history events": {
+        "since_hours": Bounds(0, SECONDS_MAX),
+        "until_hours": Bounds(0, SECONDS_MAX),
+    },
     "plexrl up": {
         "node_speed": _SPEED,
         "nodes": _maybe(_count(0, 65_536)),
@@ -342,6 +282,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "join_port": _PORT,
         "scheduler_port": _PORT,
         "journal_bytes_max": _maybe(_count(1, BYTES_MAX)),
+        "archive_days": _maybe(Bounds(0, 36_500)),
+        "archive_bytes_max": _maybe(_count(1 << 24, BYTES_MAX)),
         "lease_s": _maybe(Bounds(0.1, 86_400)),
         "node_replace_s": Bounds(0, 1e9),
         "rebuild_operations": _count(0, 1 << 40),
@@ -370,10 +312,9 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "nvme_bytes": _count(1, MEMORY_MAX),
     },
     "plexrl node token": {"uses": _count(1, 1_000_000)},
-    "plexrl tenants set": {
-        "weight": _maybe(Bounds(1e-6, 1e6)),
-        "priority_max": _maybe(_count(-100, 100)),
-    },
+    "plexrl tenants set": {"weight": _maybe(Bounds(1e-6, 1e6)), "priority_max": _maybe(_CLASS)},
+    "plexrl keys create": {"days": _maybe(Bounds(1 / 1440, _YEARS_DAYS))},
+    "plexrl audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "plexrl metrics": {"last": _COUNT},
     "plexrl samples": {"step": _maybe(_ANY_SEED), "last": _COUNT},
     "plexrl checkpoints keep": {"count": _COUNT},
@@ -454,6 +395,8 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "step_s": _maybe(Bounds(1e-6, 1e9)),
     },
     "plexrl fidelity": {"warm_up": _RECORDS, "seeds": _count(1, 10_000)},
+    "plexrl rewind": {"step": _RECORDS},
+    "plexrl fork": {"step": _RECORDS, "count": _count(1, 256)},
     "plexrl quote": {"steps": _maybe(_COUNT), "priority": _CLASS, "price": _maybe(_PRICE)},
     "plexrl forecast": {
         "groups": _RANKS,

@@ -6,7 +6,8 @@ python -m scripts.limits_page          (write the page)
 from collections.abc import Iterator
 from pathlib import Path
 
-from plexrl.limits import LIMITS, Bounds
+from plexrl.bounds import Bounds
+from plexrl.limits import LIMITS
 
 PAGE = Path(__file__).parent.parent / "docs" / "limits.md"
 HEAD = "| of | option | type | at least | at most | also |\n|---|---|---|---|---|---|"

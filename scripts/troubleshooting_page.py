@@ -49,8 +49,8 @@ TO_DO: dict[str, str] = {
     "conflict": "wait until the state that it names has passed, then repeat the call",
     "job_ended": "begin a new job, from a [checkpoint](checkpoints.md) if there is one",
     "no_gradients": "run `forward_backward` before `optim_step`",
-    "stale_token": "nothing: the scheduler repeats the operation under the new lock",
-    "wrong_worker": "nothing: the router asks for the worker's new address",
+    "stale_token": "nothing: an outdated message was refused; report it if a controller gets it",
+    "wrong_worker": "nothing: the router takes that worker for gone",
     "earlier_failure": "read `__cause__`, then [acknowledge it](failures.md#a-failed-operation): "
     "`actor.recover()`",
     "controller_replaced": "end this controller: [a job has one](failures.md#resuming-a-job)",

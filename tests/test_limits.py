@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import plexrl
 from plexrl import losses, rewards
+from plexrl.bounds import Bounds
 from plexrl.cli.app import app
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.client.calls import requests
@@ -24,7 +25,7 @@ from plexrl.client.data.argument_checks import check_lora, check_model, checked_
 from plexrl.client.data.decode_profile import DecodeProfile, ProfileSubject
 from plexrl.client.data.demand import plain_trace
 from plexrl.errors import InvalidRequestError, LayoutError
-from plexrl.limits import LIMITS, Bounds
+from plexrl.limits import LIMITS
 from plexrl.router.http import schemas
 from plexrl.router.http.routes import (
     asynchronous_rollouts,
@@ -32,9 +33,9 @@ from plexrl.router.http.routes import (
     deployments,
     jobs,
     operations,
-    rollout_views,
     rollouts,
     streams,
+    tenants,
 )
 from plexrl.router.http.schemas import Limited
 from plexrl.wire.operations import (
@@ -64,6 +65,7 @@ GROUP_OF: dict[str, str] = {
     "DecodeProfile": "profile",
     "DemandTrace": "trace",
     "Elastic": "elastic",
+    "Fork": "fork",
     "Future.result": "result",
     "GenerateFuture.interrupt": "result",
     "GenerateFuture.result": "result",
@@ -79,6 +81,7 @@ GROUP_OF: dict[str, str] = {
     "Job.quote": "quote",
     "Job.reference_deployment": "deployment",
     "Job.reward_deployment": "deployment",
+    "Job.rewind": "fork",
     "Job.rollout": "rollout deployment",
     "Job.rollout_deployment": "deployment",
     "Job.train_deployment": "deployment",
@@ -164,6 +167,7 @@ NO_OPTIONS = {
     *("gae rewards", "gae values", "gae mask", "gae last_values"),
     *("Parallelism.coordinates rank", "Parallelism.rank dp", "Parallelism.rank tp"),
     *("Cluster.create_job run_warnings", "Job.log_samples rewards"),
+    "Job.setting default",
     *("Parallelism.rank pp", "Parallelism.rank cp", "Tokenizer.decode tokens"),
 }
 """Data, coordinates that are compared with a layout, and arguments of the SDK's own calls."""
@@ -223,8 +227,9 @@ def test_the_scan_of_the_sdk_sees_a_new_number() -> None:
 def test_every_number_of_a_request_body_is_in_the_table() -> None:
     models = [
         found
-        for _, found in inspect.getmembers(schemas, inspect.isclass)
-        if issubclass(found, BaseModel) and found.__module__ == schemas.__name__
+        for module in (schemas, tenants)
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if issubclass(found, BaseModel) and found.__module__ == module.__name__
     ]
     missing = [
         f"{model.__name__}.{name}"
@@ -240,8 +245,8 @@ def test_every_number_of_a_request_body_is_in_the_table() -> None:
 
 def test_every_number_of_a_query_or_path_is_in_the_table() -> None:
     subjects = (
-        *(asynchronous_rollouts, cluster, deployments, jobs, operations, rollout_views),
-        *(rollouts, streams),
+        *(asynchronous_rollouts, cluster, deployments, jobs, operations),
+        *(rollouts, streams, tenants),
     )
     seen, missing = 0, []
     for subject in subjects:
@@ -419,7 +424,8 @@ def test_the_seed_of_a_model_is_a_whole_number(seed: Any) -> None:
 
 BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "job": (schemas.JobRequest, {"job": "j", "name": "n"}),
-    "tenant": (schemas.TenantSettings, {}),
+    "tenant": (tenants.TenantSettings, {}),
+    "key": (tenants.KeyRequest, {}),
     "deployment": (schemas.DeploymentRequest, {"name": "n", "kind": "train", "model": {}}),
     "lora": (schemas.LoraRequest, {"rank": 1}),
     "layout": (schemas.ParallelismRequest, {}),

@@ -20,6 +20,8 @@ PANELS: Panels = {
         "runs": ("starter.runs:runs_app", "Controllers that run on the cluster."),
         "jobs": ("jobs.jobs:jobs", "Which jobs run, which wait, where their models are."),
         "quote": ("starter.quote:quote", "When a job would start and end, and what it would cost."),
+        "rewind": ("starter.time_machine:rewind", "Set a job back to a step that it has kept."),
+        "fork": ("starter.time_machine:fork", "Run forks of a job from a step that it has kept."),
         "explain": ("jobs.explain:explain", "Why a job waits or runs as it does, and until when."),
         "cancel": ("jobs.cancel:cancel", "Cancel jobs; their checkpoints stay."),
         "logs": ("jobs.jobs:logs", "The last lines of a job's worker logs."),
@@ -57,9 +59,12 @@ PANELS: Panels = {
         "groups": ("cluster.nodes:groups", "Node groups: holders, members, switches (operator)."),
         "tenants": (
             "cluster.tenants:tenants_app",
-            "Tenants, API keys, weights, quotas (operator).",
+            "Tenants, weights, quotas (operator).",
         ),
+        "keys": ("cluster.keys:keys_app", "API keys of users and services, with roles."),
+        "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
+        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

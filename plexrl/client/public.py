@@ -52,6 +52,7 @@ from plexrl.client.data.rollout_policy import (
 )
 from plexrl.client.display.progress import Progress
 from plexrl.client.futures.checkpoints import AsyncCheckpointFuture, CheckpointFuture
+from plexrl.client.futures.forks import Fork
 from plexrl.client.futures.futures import AsyncFuture, Future
 from plexrl.client.futures.generations import AsyncGenerateFuture, GenerateFuture
 from plexrl.client.profiling.decode_profiler import read_profile
@@ -86,6 +87,7 @@ __all__ = [
     "DecodeProfile",
     "DemandTrace",
     "Elastic",
+    "Fork",
     "ForwardResult",
     "Future",
     "GenerateFuture",

@@ -60,6 +60,8 @@ class RunSpec(RunSummary, frozen=True, kw_only=True):
     """Time from the first start on, over all attempts."""
     restarts: int = 3
     """Starts after the first one, if the script fails or is killed."""
+    user: str = ""
+    """Who started it, and answers for what it does; empty: nobody in particular."""
 
 
 SpecT = TypeVar("SpecT", bound=RunSummary)

@@ -208,7 +208,8 @@ class RunService:
 
     async def _make_key(self, spec: RunSpec) -> tuple[str, str] | None:
         """A key of the tenant for one attempt: its id, and the key. None: it gets no further."""
-        made = await self._ask("POST", f"/v1/tenants/{quote(spec.tenant)}/keys")
+        body = {"user": spec.user, "name": spec.run}
+        made = await self._ask("POST", f"/v1/tenants/{quote(spec.tenant)}/keys", body)
         return None if made is None else (made["key"], made["api_key"])
 
     async def _revoke(self, spec: RunSpec, state: RunState) -> None:

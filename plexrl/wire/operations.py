@@ -308,6 +308,9 @@ class ForwardBackwardParams(Params, frozen=True, kw_only=True):
     loss: LossSpec
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     """Most tokens, including padding, that one rank runs through the model at once."""
+    sampled_step: int | None = None
+    """Optimizer steps in the oldest weights that drew the batch; None: not known. What is watched
+    of the run depends on it, and nothing else."""
 
 
 class ForwardParams(Params, frozen=True, kw_only=True):
@@ -359,6 +362,8 @@ class CheckpointParams(Params, frozen=True, kw_only=True):
     `keep_last`. Without this and `keep_every`, none is deleted."""
     keep_every: int | None = None
     """For a save: as `keep_last`, but keep the checkpoints whose step is a multiple of this."""
+    keep_bytes: int | None = None
+    """For a save: of those that these keep, delete the oldest until this many bytes are left."""
     keep_prefix: str = ""
     """For a save: `keep_last` and `keep_every` count and delete only checkpoints whose names are
     this and a number, the newest being those that were written last. Empty: all."""
@@ -375,6 +380,8 @@ class CheckpointSchedule(Params, frozen=True, kw_only=True):
     """Optimizer steps from one checkpoint to the next."""
     keep_last: int | None = None
     """Number of its newest scheduled checkpoints that are kept. None: all."""
+    keep_bytes: int | None = None
+    """Bytes of its newest ones that are kept. None: any number."""
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is saved after optimizer step `step`."""
@@ -389,6 +396,7 @@ class CheckpointSchedule(Params, frozen=True, kw_only=True):
             overwrite=True,
             step=step,
             keep_last=self.keep_last,
+            keep_bytes=self.keep_bytes,
             keep_prefix=prefix,
         )
 

@@ -7,8 +7,8 @@ when they arrive: a newer scheduler may say more.
 
 from typing import Generic, TypeVar
 
+from plexrl.access import AddedKeyView, KeyOwnerView, Keys
 from plexrl.wire.messages.cluster_views import (
-    AddedKeyView,
     CheckpointOwnerView,
     ClusterView,
     ConditionsView,
@@ -16,8 +16,6 @@ from plexrl.wire.messages.cluster_views import (
     EtaQualityView,
     ForgottenNode,
     Groups,
-    KeyOwnerView,
-    Keys,
     ModelRootsView,
     NeedlessPayloadsView,
     Nodes,
@@ -63,6 +61,7 @@ AUTHENTICATE = Method[KeyOwnerView]("authenticate")
 CREATE_TENANT = Method[EmptyView]("create_tenant")
 CONFIGURE_TENANT = Method[TenantView]("configure_tenant")
 LIST_TENANTS = Method[Tenants]("list_tenants")
+GET_TENANT = Method[TenantView]("get_tenant")
 LIST_KEYS = Method[Keys]("list_keys")
 ADD_KEY = Method[AddedKeyView]("add_key")
 REVOKE_KEY = Method[EmptyView]("revoke_key")

@@ -47,7 +47,7 @@ def test_a_new_tenants_key_is_printed_to_a_pipe_only_if_asked_for(router: LiveRo
         assert "a" not in names, "nothing is made whose key nobody has seen"
         shown = run(router, "tenants", "create", "a", "--show-key", "--json")
         key = json.loads(shown.stdout)["api_key"]
-        assert run(router, "tenants", "rotate", "a").returncode == 1
+        assert run(router, "keys", "create", "a").returncode == 1
         (listed,) = operator.get("/v1/tenants/a/keys").json()["keys"]
         assert key_digest(key).startswith(listed["key"])
 

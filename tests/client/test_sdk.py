@@ -274,6 +274,21 @@ def test_the_public_names_are_these() -> None:
     assert {"connect", "Batch", "losses", "SamplingParams", "tiny_qwen2"} <= set(plexrl.__all__)
 
 
+def test_a_batch_says_how_old_the_oldest_weights_are_that_drew_it() -> None:
+    def sample(*steps: int) -> plexrl.Sample:
+        spans = tuple(plexrl.WeightsSpan(at, at, step) for at, step in enumerate(steps))
+        return plexrl.Sample([3, 4], np.zeros(2, np.float32), "stop", spans)
+
+    groups = [[sample(5, 6), sample(7)], [sample(2)]]
+    batch = plexrl.Batch.from_samples([[1], [1]], groups, [[1.0, 1.0], [1.0]])
+    assert batch.with_values("ref_logprobs", [[0.0] * 3] * 3).sampled_step == 2
+    kept = plexrl.Batch.from_samples([[1], [1]], groups, [[1.0, 1.0], [1.0]], keep=[True, False])
+    assert kept.sampled_step == 5
+    unknown = plexrl.Batch.from_samples([[1]], [[sample(1), sample()]], [[1.0, 1.0]])
+    assert unknown.sampled_step is None
+    assert plexrl.Batch([[1, 2]]).sampled_step is None
+
+
 def test_from_samples_puts_values_on_completions_only() -> None:
     sample = plexrl.Sample([5, 6], np.array([-0.5, -0.25], dtype=np.float32), "stop")
     batch = plexrl.Batch.from_samples(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 PRINTING_KEYS = (
     ["plexrl", "tenants", "create"],
-    ["plexrl", "tenants", "rotate"],
+    ["plexrl", "keys", "create"],
     ["plexrl", "node", "token"],
 )
 """Commands that print a secret, which need an option where the output is no terminal."""

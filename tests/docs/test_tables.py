@@ -9,7 +9,7 @@ from plexrl.limits import LIMITS
 from plexrl.model.architecture.families import EVERY, FAMILIES
 from plexrl.model.capabilities import BACKENDS
 from plexrl.sim.workload.policies import SIM_POLICIES
-from scripts import troubleshooting_page
+from scripts import access_page, troubleshooting_page
 from scripts.limits_page import PAGE, filled_in
 from tests.docs.pages import ROOT
 
@@ -59,6 +59,11 @@ def test_the_guide_lists_the_placement_of_every_simulated_policy() -> None:
 def test_the_page_of_limits_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert page == filled_in(page), "run `python -m scripts.limits_page`"
+
+
+def test_the_table_of_access_is_up_to_date() -> None:
+    page = access_page.PAGE.read_text()
+    assert page == access_page.filled_in(page), "run `python -m scripts.access_page`"
 
 
 def test_the_page_of_errors_and_conditions_is_up_to_date() -> None:

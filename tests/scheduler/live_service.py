@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plexrl.scheduler.rules.config import SchedulerConfig
+from plexrl.scheduler.service.journal.history.writer import history_writer
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.service.service import Service
@@ -150,7 +151,10 @@ async def live(folder: Path, **changes: Any) -> AsyncIterator[Live]:
         snapshot_position=restored.snapshot_position,
         snapshot_events=config.snapshot_events,
     )
+    shell.history = history_writer(config, journal, lambda: shell.core, restored.position)
     service = Service(config, shell)
+    if shell.history is not None:
+        service.keep(shell.history.run())
     ready, stop = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(service.run(ready.set, stop))
     waiting = asyncio.create_task(ready.wait())

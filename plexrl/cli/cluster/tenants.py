@@ -1,4 +1,4 @@
-"""`plexrl tenants`: keys, weights, quotas and priorities."""
+"""`plexrl tenants`: weights, quotas and priorities."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +13,6 @@ from plexrl.cli.terminal.context import (
     Output,
     ShowKey,
     check_shown,
-    local_time,
     print_records,
 )
 from plexrl.cli.terminal.help import CommandGroup
@@ -22,10 +21,9 @@ from plexrl.wire.messages.cluster_views import DescribedTenantView
 
 tenants_app = typer.Typer(
     cls=CommandGroup,
-    help="Tenants, their API keys, weights and quotas (operator only).",
+    help="Tenants, their weights and quotas (operator only).",
     no_args_is_help=True,
 )
-Name = Annotated[str, typer.Argument(help="The tenant; `operator` for the operator.")]
 Limit = Annotated[str | None, typer.Option(help="A number, or `none` for no quota.")]
 Bound = Annotated[
     str | None, typer.Option(help="A number, or `none` for the cluster's default limit.")
@@ -40,7 +38,7 @@ def create_tenant(
     output: Output,
     show_key: ShowKey = False,
 ) -> None:
-    """Create a tenant; its API key is shown only now."""
+    """Create a tenant; its first API key, an admin's, is shown only now."""
     check_shown(show_key=show_key)
     with access.open() as cluster:
         found = {"tenant": name, "api_key": cluster.create_tenant(name)}
@@ -54,46 +52,6 @@ def list_tenants(access: Access, output: Output) -> None:
     with access.open() as cluster:
         found = cluster.tenants()
     _show(output, found, found)
-
-
-@tenants_app.command("keys")
-@with_option_groups
-def list_keys(name: Name, access: Access, output: Output) -> None:
-    """Ids of a tenant's API keys, with creation and last use; never the keys."""
-    with access.open() as cluster:
-        found = cluster.tenant_keys(name)
-    cells: Cells = {
-        "key": "key",
-        "created": lambda each: local_time(each["created_at"]),
-        "last used since the scheduler's start": lambda each: local_time(each["last_used_at"]),
-    }
-    output.table(cells, found)
-
-
-@tenants_app.command("rotate")
-@with_option_groups
-def rotate_key(name: Name, access: Access, output: Output, show_key: ShowKey = False) -> None:
-    """Create a new API key for a tenant, shown only now; old keys stay valid until revoked."""
-    check_shown(show_key=show_key)
-    with access.open() as cluster:
-        found = cluster.rotate_key(name)
-    output.table({"tenant": lambda _: name, "key": "key", "API key": "api_key"}, [found], found)
-
-
-@tenants_app.command("revoke")
-@with_option_groups
-def revoke_key(
-    name: Name,
-    key: Annotated[str, typer.Argument(help="The key's id (`plexrl tenants keys`).")],
-    access: Access,
-    output: Output,
-) -> None:
-    """Revoke an API key of a tenant: every router refuses it from now on."""
-    with access.open() as cluster:
-        cluster.revoke_key(name, key)
-        found = cluster.tenant_keys(name)
-    cells: Cells = {"tenant": lambda _: name, "key": lambda _: key, "keys left": len}
-    output.table(cells, [found], found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

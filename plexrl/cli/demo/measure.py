@@ -30,6 +30,8 @@ class JobResult:
     """(step, seconds since submission, mean reward of the step's rollouts)."""
     gpus: frozenset[tuple[str, int]] = frozenset()
     """Node and index of the GPUs that its deployments, rollouts too, were on at any time."""
+    weights: str = ""
+    """SHA-256 of the final weights, in hexadecimal; empty if nothing was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

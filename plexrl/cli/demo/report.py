@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2a6fbb", "#d9822b", "#3d9a50", "#8e5bb5")
 SWITCH_COLOUR = "#444444"
+HOUR_PRICE = 2.5
+"""$ a GPU-hour, as the simulator's H200 costs."""
+STEPS_PRICED = 1000
 FIGURES = (
     *("gpu_seconds_per_step", "gpus"),
     *("worker_seconds_per_step", "worker_seconds", "wall_seconds", "busy_share"),
@@ -65,6 +68,7 @@ def report_json(result: DemoResult) -> dict[str, object]:
         body["saving"] = saving(result.shared, result.isolated)
         body["saving_of_all_gpus"] = saving_of_all_gpus(result.shared, result.isolated)
         body["same_rewards"] = same_rewards(result.shared, result.isolated)
+        body["same_weights"] = same_weights(result.shared, result.isolated)
     return body
 
 
@@ -78,6 +82,7 @@ def phase_json(phase: PhaseResult) -> dict[str, object]:
                 "seconds": job.ended_at - job.submitted_at,
                 "reward_before": job.reward_before,
                 "reward_after": job.reward_after,
+                "weights": job.weights,
             }
             for job in phase.jobs
         ],
@@ -101,6 +106,13 @@ def same_rewards(shared: PhaseResult, isolated: PhaseResult) -> bool:
         job.name: [(step, reward) for step, _, reward in job.rewards] for job in shared.jobs
     }
     return alone == together
+
+
+def same_weights(shared: PhaseResult, isolated: PhaseResult) -> bool:
+    """Whether each job ended with exactly the same weights in both modes."""
+    return {job.name: job.weights for job in shared.jobs} == {
+        job.name: job.weights for job in isolated.jobs
+    }
 
 
 def plot_timeline(phase: PhaseResult, path: Path, *, label: str = "") -> None:
@@ -193,6 +205,13 @@ def render_page(result: DemoResult) -> str:
         saving=saving(result.shared, isolated) if isolated else None,
         saving_of_all_gpus=saving_of_all_gpus(result.shared, isolated) if isolated else None,
         same_rewards=same_rewards(result.shared, isolated) if isolated else None,
+        same_weights=same_weights(result.shared, isolated) if isolated else None,
+        hour_price=HOUR_PRICE,
+        steps_priced=STEPS_PRICED,
+        costs={
+            phase.name: phase.gpu_seconds_per_step * STEPS_PRICED / 3600 * HOUR_PRICE
+            for phase in (result.shared, *([isolated] if isolated else []))
+        },
         machine=result.machine,
         versions=result.versions,
     )

@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,19 @@ from rich.console import Console
 
 from plexrl.cli.demo.controllers import ControllerPlan, DemoController
 from plexrl.cli.demo.measure import JobResult, PhaseResult, measure_phase
-from plexrl.cli.demo.report import DemoResult, saving, saving_of_all_gpus, write_report
+from plexrl.cli.demo.report import (
+    DemoResult,
+    same_weights,
+    saving,
+    saving_of_all_gpus,
+    write_report,
+)
 from plexrl.cli.demo.view import DemoView, JobLine, Screen
 from plexrl.cli.jobs.jobs import residencies
 from plexrl.client.display.chrome_trace import operation_rows
 from plexrl.errors import ExecutionError
 from plexrl.model.parallelism import Parallelism
+from plexrl.wire.messages.node_queries import CheckpointView
 from plexrl.wire.messages.views import MetricsRow
 
 if TYPE_CHECKING:
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from plexrl.wire.messages.views import LoggedOperationView
 
 POLL_PERIOD_S = 0.3
+CHECKPOINT = "final"
 TASKS = (("sort", "alice"), ("reverse", "bob"))
 """Task and tenant of each job."""
 
@@ -70,6 +79,10 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     kind = "gpus" if find_gpus().count >= wanted else "virtual_gpus"
     embedded = start_embedded(None, **{kind: wanted, "pin_workers": True})
     console.print(f"GPUs: {embedded.gpus}.")
+    console.print(
+        f"Watch both jobs while they run: {embedded.url}/dashboard   key: {embedded.api_key}",
+        soft_wrap=True,
+    )
     try:
         with plexrl.connect(embedded.url, embedded.api_key) as cluster:
             plans = [
@@ -160,6 +173,7 @@ class _Phases:
         arguments = [
             *("--steps", str(options.steps), "--seed", str(options.seed)),
             *("--workers", str(options.group_workers), "--name", plan.task),
+            *("--save", CHECKPOINT),
         ]
         if options.backend is not None:
             arguments += ["--backend", options.backend]
@@ -198,7 +212,8 @@ class _Phases:
             raise ExecutionError(f"the job {line.name!r} ended without reporting its rewards")
         job = next(job for job in self._cluster.jobs() if job["job"] == line.job)
         assert job["ended_at"] is not None, "its controller has ended it"
-        rows = self._cluster.attach_job(line.job, heartbeat=False).metrics()
+        reader = self._cluster.attach_job(line.job, heartbeat=False)
+        rows = reader.metrics()
         train = next(d for d in job["deployments"] if d["kind"] == "train")
         return JobResult(
             name=line.name,
@@ -217,7 +232,17 @@ class _Phases:
                 for row in rows
                 if (value := row["values"].get("reward/mean")) is not None
             ),
+            weights=_digest(reader.checkpoints()),
         )
+
+
+def _digest(checkpoints: Sequence[CheckpointView]) -> str:
+    """SHA-256 of the weights of the final checkpoint."""
+    folder = next(Path(found["path"]) for found in checkpoints if found["name"] == CHECKPOINT)
+    digest = sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _read_metrics(line: JobLine, rows: Sequence[MetricsRow]) -> None:
@@ -264,5 +289,9 @@ def _print_summary(console: Console, result: DemoResult, page: Path) -> None:
             f"{100 * saving_of_all_gpus(shared, isolated):.0f} % of training and rollout GPUs, "
             f"{100 * saving(shared, isolated):.0f} % of the training GPUs",
             soft_wrap=not console.is_terminal,
+        )
+        same = same_weights(shared, isolated)
+        console.print(
+            f"final weights of both jobs: {'identical to' if same else 'NOT those of'} each alone"
         )
     console.print(f"report: {page}", soft_wrap=True)

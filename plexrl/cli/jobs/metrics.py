@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from plexrl.cli.jobs.metrics_plot import trend, write_plot
+from plexrl.cli.jobs.metrics_plot import trend, write_plot, write_plots
 from plexrl.cli.terminal.context import (
     Access,
     Output,
@@ -24,9 +24,10 @@ from plexrl.cli.terminal.job_ids import JobArgument, find_job, is_live
 from plexrl.cli.terminal.option_groups import with_option_groups
 from plexrl.cli.terminal.tables import table_width
 from plexrl.errors import InvalidRequestError
-from plexrl.wire.messages.views import MetricsRow
+from plexrl.wire.messages.views import JobView, MetricsRow
 
 if TYPE_CHECKING:
+    from plexrl.client.blocking.cluster import Cluster
     from plexrl.client.blocking.job import Job
 
 POLL_S = 1.0
@@ -52,6 +53,9 @@ def metrics(
         Path | None, typer.Option(help="Draw all rows into this file: .png, .svg or .pdf.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    family: Annotated[
+        bool, typer.Option("--family", help="Beside the jobs that it is related to by forks.")
+    ] = False,
     *,
     access: Access,
     output: Output,
@@ -61,8 +65,13 @@ def metrics(
         raise typer.BadParameter("--csv and --json are two formats: choose one")
     if follow and (plot is not None or as_csv):
         raise typer.BadParameter("--follow prints rows as they arrive: omit --plot and --csv")
+    if family and (follow or as_csv):
+        raise typer.BadParameter("--family has a table, --plot and --json: omit --follow and --csv")
     with access.open() as cluster:
         found = find_job(cluster, job)
+        if family:
+            _show_family(cluster, found, metric, plot, output)
+            return
         rows = found.metrics()
         names = _chosen(found.job, rows, metric)
         known = [_only(row, names) for row in rows]
@@ -88,6 +97,78 @@ def metrics(
         print_line(f"{found.job} has logged nothing: `job.log(step, values)` adds a row.")
     else:
         _show(found.job, known, newest, names)
+
+
+def _show_family(
+    cluster: "Cluster",
+    job: "Job",
+    patterns: Sequence[str] | None,
+    plot: Path | None,
+    output: Output,
+) -> None:
+    """Print or draw the curves of a job and of its relatives."""
+    members = family_of(cluster.jobs(), job.job)
+    rows = {
+        str(each["job"]): cluster.attach_job(each["job"], heartbeat=False).metrics()
+        for each in members
+    }
+    names = _chosen(job.job, [row for each in rows.values() for row in each], patterns)
+    if plot is not None:
+        write_plots(plot, f"{job.name} and its forks", rows, names)
+    if output.as_json:
+        found = [{**_origin(each), "rows": [*map(_as_json, rows[each["job"]])]} for each in members]
+        write_json(found)
+        return
+    for name in names:
+        _print_curves(name, members, rows)
+
+
+def _print_curves(name: str, members: Sequence[JobView], rows: Mapping[str, Sequence[Row]]) -> None:
+    cells = []
+    for each in members:
+        values = [row["values"][name] for row in rows[each["job"]] if name in row["values"]]
+        ends = (_number(values[-1]), _number(max(values))) if values else ("", "")
+        origin = _origin(each)
+        settings = " ".join(f"{key}={value}" for key, value in origin["settings"].items())
+        step = "" if origin["forked_at"] is None else str(origin["forked_at"])
+        cells.append((each["job"], step, settings, *ends, trend(values, TREND_POINTS)))
+    print_table(name, ("job", "forked at", "settings", "last", "most", "trend"), cells)
+
+
+class Origin(TypedDict):
+    """A member of a family."""
+
+    job: str
+    parent: str | None
+    forked_at: int | None
+    settings: dict[str, str | float | bool]
+
+
+def _origin(view: JobView) -> Origin:
+    fork = view.get("fork")
+    if fork is None:
+        return {"job": view["job"], "parent": None, "forked_at": None, "settings": {}}
+    return {
+        "job": view["job"],
+        "parent": fork["job"],
+        "forked_at": fork["step"],
+        "settings": fork["settings"],
+    }
+
+
+def family_of(jobs: Sequence[JobView], job: str) -> list[JobView]:
+    """The jobs that `job` is related to by forks, with itself, the oldest first."""
+    parents = {str(each["job"]): _origin(each)["parent"] for each in jobs}
+    root = _root(parents, job)
+    return [each for each in jobs if _root(parents, each["job"]) == root]
+
+
+def _root(parents: Mapping[str, str | None], job: str) -> str:
+    """The job that all of a family come from; a parent that was forgotten, too. A fork is younger
+    than its parent, so there is no circle."""
+    while (parent := parents.get(job)) is not None:
+        job = parent
+    return job
 
 
 def _chosen(job: str, rows: Sequence[Row], patterns: Sequence[str] | None) -> list[str]:

@@ -1,7 +1,7 @@
 """Plots a job's metrics as a line of block characters or as a file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plexrl.errors import InvalidRequestError, StorageError
@@ -24,7 +24,15 @@ def trend(values: Sequence[float], points: int) -> str:
 
 
 def write_plot(path: Path, title: str, rows: Sequence[MetricsRow], names: Sequence[str]) -> None:
-    """Draw each metric over the steps into a file, in the format of its suffix.
+    """Draw each metric over the steps into a file, in the format of its suffix. Raises as
+    `write_plots`."""
+    write_plots(path, title, {"": rows}, names)
+
+
+def write_plots(
+    path: Path, title: str, series: Mapping[str, Sequence[MetricsRow]], names: Sequence[str]
+) -> None:
+    """As `write_plot`, with a line for each of several jobs, which a legend names.
 
     Raises:
         InvalidRequestError: unknown format, no metrics, or matplotlib is not installed.
@@ -51,11 +59,16 @@ def write_plot(path: Path, title: str, rows: Sequence[MetricsRow], names: Sequen
     for axis in list(axes)[len(names) :]:
         axis.set_axis_off()
     for name, axis in zip(names, axes, strict=False):
-        points = [(row["step"], row["values"][name]) for row in rows if name in row["values"]]
-        axis.plot(*zip(*points, strict=True), linewidth=1.2)
+        for job, rows in series.items():
+            points = [(row["step"], row["values"][name]) for row in rows if name in row["values"]]
+            if points:
+                axis.plot(*zip(*points, strict=True), linewidth=1.2, label=job or None)
         axis.set_title(name, fontsize="medium")
         axis.set_xlabel("step")
         axis.grid(visible=True, alpha=0.3)
+    if len(series) > 1:
+        lines = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", fontsize="small")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

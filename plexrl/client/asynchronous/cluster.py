@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.asynchronous.job import AsyncJob
+from plexrl.client.blocking.administration import AccessControl
 from plexrl.client.blocking.cluster import (
     FIRST_CALL,
     SILENCE_S_MAX,
@@ -22,6 +23,21 @@ from plexrl.client.calls.script_runs import ScriptRuns
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.profiling.job_quotes import JobQuotes
+
+
+class AsyncAccessControl:
+    """Who may do what. The methods are those of `AccessControl`."""
+
+    def __init__(self, access: AccessControl, transport: AsyncTransport) -> None:
+        self._sync = access
+        self._transport = transport
+
+    whoami = in_thread(AccessControl.whoami)
+    tenant = in_thread(AccessControl.tenant)
+    keys = in_thread(AccessControl.keys)
+    create_key = in_thread(AccessControl.create_key)
+    revoke_key = in_thread(AccessControl.revoke_key)
+    audit = in_thread(AccessControl.audit)
 
 
 class AsyncCluster:
@@ -38,6 +54,11 @@ class AsyncCluster:
     def url(self) -> str:
         """As `Cluster.url`."""
         return self._sync.url
+
+    @property
+    def access(self) -> AsyncAccessControl:
+        """As `Cluster.access`."""
+        return AsyncAccessControl(self._sync.access, self._transport)
 
     @property
     def ca(self) -> str | os.PathLike[str] | None:

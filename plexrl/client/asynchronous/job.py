@@ -13,11 +13,13 @@ from plexrl.client.asynchronous.deployment_kinds import (
 )
 from plexrl.client.asynchronous.from_blocking import in_thread, wrapped_in_thread
 from plexrl.client.blocking.job import Job, Outcome
+from plexrl.client.blocking.job_reader import SettingT
 from plexrl.client.calls.controller import Controller
 from plexrl.client.calls.job_exit import detach_interrupted_async, is_interrupt, is_success
 from plexrl.client.calls.transport import AsyncTransport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.futures.futures import wait_final
+from plexrl.wire.messages.run_views import ForkView
 
 
 class AsyncJob:
@@ -40,6 +42,15 @@ class AsyncJob:
     def name(self) -> str:
         """As `Job.name`."""
         return self._sync.name
+
+    @property
+    def fork(self) -> ForkView | None:
+        """As `Job.fork`."""
+        return self._sync.fork
+
+    def setting(self, name: str, default: SettingT) -> SettingT:
+        """As `Job.setting`."""
+        return self._sync.setting(name, default)
 
     @property
     def place(self) -> ClusterLocation:
@@ -70,6 +81,7 @@ class AsyncJob:
     log = in_thread(Job.log)
     log_samples = in_thread(Job.log_samples)
     resume_step = in_thread(Job.resume_step)
+    rewind = in_thread(Job.rewind)
     samples = in_thread(Job.samples)
     sampled_steps = in_thread(Job.sampled_steps)
     metrics = in_thread(Job.metrics)

@@ -1,27 +1,106 @@
-"""What an operator does with a connection: tenants, their keys, and nodes."""
+"""What operators and admins of tenants do with a connection: tenants, keys, audit log, nodes."""
 
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
+from plexrl.access import AuditLines, Keys, NewKeyView, UsedKeyView, WhoAmIView
 from plexrl.client.calls.transport import Transport
-from plexrl.limits import check_numbers
+from plexrl.limits import LIMITS, check_numbers
 from plexrl.wire.messages.cluster_views import (
     DescribedTenants,
     DescribedTenantView,
-    Keys,
-    NewKeyView,
     NewTenantView,
     NodeView,
-    UsedKeyView,
 )
+
+
+class AccessControl:
+    """Who may do what: for operators, and for the admin of a tenant about that tenant."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Use `Cluster.access`."""
+        self._transport = transport
+
+    def whoami(self) -> WhoAmIView:
+        """Tenant, user, role and scope of this connection's key."""
+        found: WhoAmIView = self._transport.ask("GET", "/v1/whoami")
+        return found
+
+    def tenant(self, name: str) -> DescribedTenantView:
+        """Weight, quotas and holdings of the tenant `name`."""
+        found: DescribedTenantView = self._transport.ask("GET", tenant_path(name))
+        return found
+
+    def keys(self, tenant: str) -> list[UsedKeyView]:
+        """The API keys of `tenant`, oldest first; never the keys themselves."""
+        found: Keys = self._transport.ask("GET", f"{tenant_path(tenant)}/keys")
+        return found["keys"]
+
+    def create_key(
+        self,
+        tenant: str,
+        *,
+        role: str | None = None,
+        user: str = "",
+        name: str = "",
+        scope: str = "all",
+        valid_s: float | None = None,
+    ) -> NewKeyView:
+        """Create one more API key for `tenant`; the others stay valid until revoked.
+
+        `role` is admin or member (default); for the operator's tenant operator (default) or viewer.
+        `user` answers for what the key does, in the bill and the logs; `name` says what it is for,
+        if it is a service's. A `scope` of read or openai narrows it to what changes nothing, or to
+        the OpenAI-compatible endpoints. It expires after `valid_s` seconds; None: never.
+
+        Returns `api_key`, which is shown only once, and its id `key`.
+        """
+        LIMITS["key"]["valid_s"].check("valid_s", valid_s)
+        given = {"role": role, "user": user, "name": name, "valid_s": valid_s}
+        body = {key: value for key, value in given.items() if value}
+        if scope != "all":
+            body["scope"] = scope
+        made: NewKeyView = self._transport.ask("POST", f"{tenant_path(tenant)}/keys", body=body)
+        return made
+
+    def revoke_key(self, tenant: str, key: str) -> None:
+        """Revoke an API key of `tenant`; `key` is the key's id."""
+        self._transport.ask("DELETE", f"{tenant_path(tenant)}/keys/{quote(key, safe='')}")
+
+    def audit(
+        self,
+        *,
+        tenant: str | None = None,
+        user: str | None = None,
+        target: str | None = None,
+        outcome: str | None = None,
+        hours: float | None = None,
+        limit: int = 100,
+    ) -> list[dict[str, Any]]:
+        """The newest `limit` lines of the audit log, newest first: of `tenant`, of `user`, with
+        `target` in their path, with this `outcome` (done, refused, failed, unknown), of the last
+        `hours`."""
+        LIMITS["audit"]["hours"].check("hours", hours)
+        LIMITS["audit"]["limit"].check("limit", limit)
+        given = {"tenant": tenant, "user": user, "target": target, "outcome": outcome}
+        query: dict[str, Any] = {**given, "hours": hours, "limit": limit}
+        query = {name: value for name, value in query.items() if value is not None}
+        found: AuditLines = self._transport.ask("GET", "/v1/audit", query=query)
+        return found["lines"]
 
 
 class Administration:
     """The operator's calls of a `Cluster`."""
 
     _transport: Transport
+
+    @property
+    def access(self) -> AccessControl:
+        """Keys and users, and the audit log."""
+        return AccessControl(self._transport)
 
     def tenants(self) -> list[DescribedTenantView]:
         """All tenants with their weights, their quotas and what they hold (operator only)."""
@@ -77,7 +156,7 @@ class Administration:
         settings = {key: value for key, value in named.items() if value is not UNSET}
         check_numbers("tenant", settings)
         changed: DescribedTenantView = self._transport.ask(
-            "PATCH", _tenant_path(name), body=settings
+            "PATCH", tenant_path(name), body=settings
         )
         return changed
 
@@ -85,18 +164,16 @@ class Administration:
         """The API keys of the tenant `name`, oldest first (operator only): each one's id, its time
         of creation and its last use since the start of the scheduler, to about a minute; never the
         key itself."""
-        found: Keys = self._transport.ask("GET", f"{_tenant_path(name)}/keys")
-        return found["keys"]
+        return self.access.keys(name)
 
     def rotate_key(self, name: str) -> NewKeyView:
         """Create one more API key for the tenant `name` (operator only). Returns `api_key`, which
         is shown only once, and its id `key`. The tenant's other keys stay valid until revoked."""
-        made: NewKeyView = self._transport.ask("POST", f"{_tenant_path(name)}/keys")
-        return made
+        return self.access.create_key(name)
 
     def revoke_key(self, name: str, key: str) -> None:
         """Revoke an API key of the tenant `name` (operator only); `key` is the key's id."""
-        self._transport.ask("DELETE", f"{_tenant_path(name)}/keys/{quote(key, safe='')}")
+        self.access.revoke_key(name, key)
 
     def drain(self, node: str) -> NodeView:
         """Move all work off the node named `node` (operator only). Each deployment moves between
@@ -118,5 +195,6 @@ class Administration:
         self._transport.ask("DELETE", f"/v1/nodes/{quote(node, safe='')}")
 
 
-def _tenant_path(name: str) -> str:
+def tenant_path(name: str) -> str:
+    """Path of the routes about a tenant."""
     return f"/v1/tenants/{quote(name, safe='')}"

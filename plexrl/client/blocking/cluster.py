@@ -15,6 +15,7 @@ from plexrl.client.calls.transport import Call, Transport
 from plexrl.client.display.cluster_location import ClusterLocation
 from plexrl.client.display.first_contact import FirstContact
 from plexrl.client.display.handle_repr import handle_repr, without_credentials
+from plexrl.client.futures.forks import Fork, fork_of, plain_fork
 from plexrl.client.profiling.declared_job import DeclaringTransport, declaring_for
 from plexrl.client.profiling.job_quotes import JobQuotes, figures_of
 from plexrl.client.trackers.feed import ChosenTrackers
@@ -60,6 +61,7 @@ class Cluster(Administration):
         self._former_jobs: list[JobView] | None = None
         self._has_warned = False
         self._job_id = os.environ.get("PLEXRL_JOB_ID") or None
+        self._fork = fork_of(os.environ)
         if local is not None:
             transport.location = ClusterLocation(local.url, local.data_dir, local.is_embedded)
 
@@ -98,6 +100,7 @@ class Cluster(Administration):
         run_warnings: bool | Mapping[str, float] = True,
         quote: QuoteFiguresView | None = None,
         dry_run: bool = False,
+        fork: Fork | None = None,
     ) -> "Job":
         """Submit a job. This process becomes its controller and sends heartbeats.
 
@@ -131,6 +134,11 @@ class Cluster(Administration):
         `quote` is such an answer's `asked`, or one of its `alternatives`: `Cluster.usage` and the
         job's page then show it beside the bill.
 
+        A `fork` begins with what another job had after a step: its train deployments, which have
+        the names and models of that job's, load its checkpoints, without a copy, and its rollouts
+        get their weights. `Job.resume_step` says where to go on, `Job.setting` what differs.
+        Absent: as `plexrl fork` says, if that started this script.
+
         Raises:
             InvalidRequestError: a tracker is unknown, or its library is not installed.
             QuotaExceededError: the tenant has used all of its GPU-seconds.
@@ -138,7 +146,7 @@ class Cluster(Administration):
         from plexrl.client.blocking.job import Job
         from plexrl.client.calls import requests
 
-        options = {
+        options: dict[str, object] = {
             "tenant": tenant,
             "controller_timeout_s": controller_timeout_s,
             "reattach_timeout_s": reattach_timeout_s,
@@ -150,6 +158,8 @@ class Cluster(Administration):
         }
         if quote is not None:
             options["quote"] = figures_of(quote)
+        if (origin := plain_fork(fork or self._take_fork())) is not None:
+            options["fork"] = origin
         chosen = ChosenTrackers(trackers, os.environ)
         if dry_run or isinstance(self._transport, DeclaringTransport):
             declaring = DeclaringTransport.over(self._transport)
@@ -310,6 +320,11 @@ class Cluster(Administration):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take_fork(self) -> Fork | None:
+        """The fork that the first job is, if `plexrl fork` started this script."""
+        fork, self._fork = self._fork, None
+        return fork
 
     def _take_job_id(self) -> str | None:
         """The id of the first job, if whoever started this script has chosen one."""

@@ -176,6 +176,7 @@ class TrainDeployment(Deployment):
         keep: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_bytes: int | None = None,
         keep_prefix: str = "",
     ) -> CheckpointFuture:
         """Write parameters and optimizer state; `transformers` can load the directory.
@@ -190,9 +191,9 @@ class TrainDeployment(Deployment):
 
         `step` orders checkpoints (absent: the count of operations that changed the state). Once
         this checkpoint is whole, `keep_last` deletes the job's others except the newest so many,
-        and `keep_every` those except at a multiple of so many steps; without both, none is deleted.
-        With a `keep_prefix` both count and delete only checkpoints whose names are it and a number.
-        `keep` protects this checkpoint from later deletions of this kind.
+        `keep_every` those except at a multiple of so many steps, and `keep_bytes` the oldest that
+        are too many bytes; absent: none. With a `keep_prefix` they count and delete only those
+        whose names are it and a number. `keep` protects this one from later such deletions.
 
         Raises, from the future:
             CheckpointExistsError: the name exists, and `overwrite` is not set.
@@ -208,10 +209,10 @@ class TrainDeployment(Deployment):
             keep=keep,
             keep_last=keep_last,
             keep_every=keep_every,
+            keep_bytes=keep_bytes,
             keep_prefix=keep_prefix,
         )
-        submission = requests.save_checkpoint(self.deployment, params)
-        return self._submit_for(submission, CheckpointFuture)
+        return self._submit_for(requests.save_checkpoint(self.deployment, params), CheckpointFuture)
 
 
 class ReferenceDeployment(Deployment):

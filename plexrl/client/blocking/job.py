@@ -99,6 +99,7 @@ class Job(JobRecords):
         max_sequence_tokens: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int | None = None,
+        checkpoint_bytes: int | None = None,
         pace: str = "",
         node_type: str = "",
         trace: DemandTrace | Mapping[str, object] | None = None,
@@ -129,7 +130,7 @@ class Job(JobRecords):
         micro-batch: less communication, 4 bytes a parameter more memory.
 
         After each `checkpoint_every` optimizer steps the cluster saves a checkpoint `NAME-step-N`,
-        and keeps the newest `checkpoint_keep` of these (absent: all).
+        and keeps the newest `checkpoint_keep` of them, in `checkpoint_bytes` bytes (absent: all).
 
         With a `pace`, such as `h800:qwen2.5-14b@0.01`, nothing is computed: each step sleeps as
         long as that model would take on such GPUs, times 0.01, to try scheduling without GPUs.
@@ -152,6 +153,7 @@ class Job(JobRecords):
             "max_sequence_tokens": max_sequence_tokens,
             "checkpoint_every": checkpoint_every,
             "checkpoint_keep": checkpoint_keep,
+            "checkpoint_bytes": checkpoint_bytes,
             "pace": pace,
             "node_type": node_type,
             "trace": plain_trace(trace),
@@ -493,4 +495,6 @@ class Job(JobRecords):
         self._control.check()
         call = requests.create_deployment(self.job, name, kind, model, options)
         LOG.info("deployment %s: once placed, its workers load torch and the model", name)
-        return str(self._transport.request(call).json()["deployment"])
+        deployment = str(self._transport.request(call).json()["deployment"])
+        self._begin_fork(deployment, kind)
+        return deployment

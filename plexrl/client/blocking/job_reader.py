@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
 from plexrl.client.calls.download import download
@@ -12,10 +12,10 @@ from plexrl.client.data.metric_rows import read_rows
 from plexrl.client.data.rollout_profile import RolloutProfile
 from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.profiling.rollout_profile import make_profile
-from plexrl.errors import NotFoundError
+from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.limits import check_numbers
 from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
-from plexrl.wire.messages.run_views import SampledSteps, StepSamples
+from plexrl.wire.messages.run_views import ForkView, SampledSteps, StepSamples
 from plexrl.wire.messages.views import (
     CheckpointFiles,
     DeploymentStatus,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from plexrl.wire.messages.rollout_views import MeasuredRollout
 
 LOG = logging.getLogger(__name__)
+SettingT = TypeVar("SettingT", str, float, bool)
 
 
 class JobReader:
@@ -42,7 +43,26 @@ class JobReader:
         self.name: str = view["name"]
         self.place = transport.location
         """How another process finds the job's cluster."""
+        self.fork: ForkView | None = view.get("fork")
+        """Where the job comes from; None: it is no fork."""
         self._path = f"/v1/jobs/{quote(self.job)}"
+
+    def setting(self, name: str, default: SettingT) -> SettingT:
+        """The value of the fork's setting `name`; in a job that is no fork, or has no such setting,
+        `default`.
+
+        Raises:
+            InvalidRequestError: the setting is of another type than `default`.
+        """
+        if self.fork is None or name not in self.fork["settings"]:
+            return default
+        value = self.fork["settings"][name]
+        if isinstance(value, type(default)):
+            return value
+        raise InvalidRequestError(
+            f"setting {name!r} is {value!r}, and its default {default!r} is a "
+            f"{type(default).__name__}: fork with a value of that type"
+        )
 
     def metrics(self, *, after: int = 0) -> list[MetricsRow]:
         """Rows of the job's metrics with `index` above `after`, oldest first; each has `index`,

@@ -139,7 +139,9 @@ def forward_backward(
     return submission(
         deployment,
         OperationKind.FORWARD_BACKWARD,
-        ForwardBackwardParams(loss=loss, micro_batch_tokens=micro_batch_tokens),
+        ForwardBackwardParams(
+            loss=loss, micro_batch_tokens=micro_batch_tokens, sampled_step=batch.sampled_step
+        ),
         results.train_decoder(batch.lengths),
         arrays,
     )

@@ -66,6 +66,7 @@ class Batch:
         self._lengths = np.array([len(row) for row in rows], dtype=np.int32)
         self._tokens = pack_tokens(rows)
         self._per_token: dict[str, npt.NDArray[np.float32]] = {}
+        self._sampled_step: int | None = None
         if not isinstance(per_token, Mapping | None):
             raise BatchShapeError(
                 f"per_token is {short(per_token)}: give a dict of rows by name, as {{'mask': …}}"
@@ -168,6 +169,7 @@ class Batch:
         completions: list[Sequence[int]] = []
         logprobs: list[Values] = []
         spread: list[Any] = []
+        drawn: list[Sample] = []
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
             check_count(f"advantages of prompt {index}", len(scores[index]), "samples", len(group))
             if not kept[index]:
@@ -178,11 +180,16 @@ class Batch:
                         f"samples: {short(sample)} of prompt {index} is not a Sample: give "
                         "generate(…).result().samples, or use Batch.from_completions"
                     )
+                drawn.append(sample)
                 flat_prompts.append(prompt)
                 completions.append(sample.tokens)
                 logprobs.append(sample.logprobs)
                 spread.append(np.full(len(sample.tokens), advantage, dtype=np.float32))
-        return cls.from_completions(flat_prompts, completions, logprobs=logprobs, advantages=spread)
+        batch = cls.from_completions(
+            flat_prompts, completions, logprobs=logprobs, advantages=spread
+        )
+        batch._sampled_step = _oldest_step(drawn)
+        return batch
 
     @classmethod
     def from_segments(
@@ -208,7 +215,9 @@ class Batch:
                 [float(advantage) * drawn for drawn in segment.mask]
                 for segment, advantage in zip(rows, given, strict=True)
             ]
-        return cls([segment.tokens for segment in rows], values)
+        batch = cls([segment.tokens for segment in rows], values)
+        batch._sampled_step = _oldest_step(rows)
+        return batch
 
     def with_values(self, name: str, rows: "Sequence[Values]") -> "Batch":
         """A copy of this batch with further per-token values called `name` (`ref_logprobs`,
@@ -221,6 +230,7 @@ class Batch:
         """
         other = object.__new__(Batch)
         other._lengths, other._tokens = self._lengths, self._tokens
+        other._sampled_step = self._sampled_step
         other._per_token = {**self._per_token, name: self._pack(name, rows)}
         return other
 
@@ -240,6 +250,13 @@ class Batch:
             )
         chosen = {name: self._per_token[name] for name in wanted}
         return {"tokens": self._tokens, "lengths": self._lengths, **chosen}
+
+    @property
+    def sampled_step(self) -> int | None:
+        """Optimizer steps in the oldest weights that drew the rows; None: the batch was not made by
+        `from_samples` or `from_segments`, or a row does not say it. The cluster compares sampler
+        and trainer by it (`health` of `Job.status`)."""
+        return self._sampled_step
 
     @property
     def lengths(self) -> list[int]:
@@ -275,6 +292,12 @@ class Batch:
                     array=name,
                     row=row,
                 )
+
+
+def _oldest_step(rows: "Sequence[Sample | CapturedSegment]") -> int | None:
+    steps = [min((span.trainer_step for span in row.weights), default=None) for row in rows]
+    known = [step for step in steps if step is not None]
+    return min(known) if known and len(known) == len(steps) else None
 
 
 def _by_prompt(advantages: Any) -> list[Any]:

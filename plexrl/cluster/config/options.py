@@ -166,6 +166,14 @@ class ClusterOptions:
     """Start with an empty journal although `data_dir` has state of former jobs, which is lost."""
     journal_bytes_max: int | None = None
     """Bound on the journal; absent: the size of the disk."""
+    archive_url: str | None = None
+    """Where the history is archived: an absolute path, or a prefix of an object store; absent: the
+    folder `history` in `data_dir`."""
+    archive_days: float | None = None
+    """How long archived events are kept; 0: nothing is archived. If this or the next one is absent,
+    the scheduler's default applies."""
+    archive_bytes_max: int | None = None
+    """Bound on the archive, in bytes; the oldest events go first."""
     lease_s: float | None = None
     """Silence of the scheduler after which a standby on the same journal takes over; absent: the
     scheduler's default."""
@@ -203,7 +211,7 @@ class ClusterOptions:
                 raise InvalidRequestError(
                     f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(known)}"
                 )
-        for name in ("data_url", "checkpoint_url"):
+        for name in ("data_url", "checkpoint_url", "archive_url"):
             location = getattr(self, name)
             if location is not None:
                 check_location(name, location)

@@ -146,6 +146,7 @@ MOVED = {
     "scheduler": frozenset(
         {
             *("policy", "ordering", "journal", "journal_bytes_max", "lease_s"),
+            *("archive_url", "archive_days", "archive_bytes_max"),
             *("pending_operations_max", "tenant_operations_max", "tenant_live_jobs_max"),
             *("deployment_payload_bytes_max", "tenant_payload_bytes_max"),
         }

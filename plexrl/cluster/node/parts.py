@@ -90,7 +90,8 @@ class NodeLinks:
 
 
 BOUNDS = (
-    *("lease_s", "pending_operations_max", "tenant_operations_max"),
+    *("archive_days", "archive_bytes_max", "lease_s"),
+    *("pending_operations_max", "tenant_operations_max"),
     *("deployment_payload_bytes_max", "tenant_payload_bytes_max", "tenant_live_jobs_max"),
 )
 """Settings of the scheduler that have a default there."""
@@ -122,6 +123,7 @@ def scheduler_part(
             "tls": tls,
             "journal": _journal(options, folders),
             "journal_bytes_max": options.journal_bytes_max,
+            "archive_url": options.archive_url or str(folders.data / "history"),
             "policy": options.policy,
             "ordering": options.ordering,
             "operator_key_digest": key_digest,

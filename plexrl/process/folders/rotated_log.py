@@ -36,10 +36,26 @@ class RotatedLog(RotatingFileHandler):
         super().__init__(path, maxBytes=max(1, bytes_max // FILES), backupCount=FILES - 1)
         self._path = path
         self._complained_at = -QUIET_S
+        self._lost: BaseException | None = None
+        """Why the record that was handled last is not in the file; None: it is."""
+
+    def handle_durably(self, record: logging.LogRecord) -> None:
+        """Write a record; it is on the disk when this returns. Raises `OSError`: it is not."""
+        self.acquire()
+        try:
+            self._lost = None
+            self.handle(record)
+            if self._lost is not None:
+                raise OSError(str(self._lost)) from self._lost
+            assert self.stream is not None, "a record was written to it"
+            os.fsync(self.stream.fileno())
+        finally:
+            self.release()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Complain, at most once a minute."""
         del record
+        self._lost = sys.exc_info()[1]
         now = time.monotonic()
         if now - self._complained_at >= QUIET_S:
             self._complained_at = now

@@ -35,10 +35,10 @@ from plexrl.router.http.routes import (
     deployments,
     jobs,
     operations,
-    rollout_views,
     rollouts,
     runs,
     streams,
+    tenants,
 )
 from plexrl.router.http.schemas import ErrorResponse
 from plexrl.router.job_files.captures import Captures
@@ -60,7 +60,8 @@ from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
 from plexrl.router.services.authentication import KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
-from plexrl.router.services.error_responses import error_response, public_error
+from plexrl.router.services.error_responses import error_for, error_response
+from plexrl.router.services.guarded_route import include_guarded
 from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.services import RouterServices
 from plexrl.router.services.shutdown import RetryOnShutdown
@@ -111,25 +112,25 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
         bytes_max=config.json_bytes_max,
         timeout_s=config.body_timeout_s,
     )
+    if find_spec("google") is not None and find_spec("google.protobuf") is not None:
+        from plexrl.router.tinker.app import TinkerApi
+
+        app.add_middleware(TinkerApi, services=services, timeout_s=config.body_timeout_s)
+    # The outermost, so that it has each request as it came.
     app.add_middleware(
         AuditLog,
         data_dir=services.data_dir,
         router=config.router,
         bytes_max=config.audit_bytes_max,
+        error_response=_plexrl_error,
     )
-    if find_spec("google") is not None and find_spec("google.protobuf") is not None:
-        from plexrl.router.tinker.app import TinkerApi
-
-        # The outermost, so that what it asks of the API is logged as the client's requests.
-        app.add_middleware(TinkerApi, services=services, timeout_s=config.body_timeout_s)
     # Starlette tries routes in this order. An operation's id may contain slashes, so longer paths
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (
         *(openai, streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
-        *(rollout_views, runs, dashboard),
+        *(tenants, runs, dashboard),
     )
-    for subject in subjects:
-        app.include_router(subject.ROUTES)
+    include_guarded(app, *(subject.ROUTES for subject in subjects))
     return app, services
 
 
@@ -251,8 +252,7 @@ def _close_stores(services: RouterServices) -> None:
 
 async def _plexrl_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PlexRLError)
-    is_operator = getattr(request.state, "is_operator", False)
-    shown = error if is_operator else public_error(error)
+    shown = error_for(request, error)
     response = error_response(shown)
     if openai.is_endpoint(request.scope["path"]):
         response.body = response.render(error_body(shown))

@@ -147,12 +147,13 @@ def _check_kind(
             f"checkpoint_every, a deployment's name has at most {SCHEDULED_NAME_MAX} characters",
             parameter="name",
         )
-    if body.checkpoint_every is None and body.checkpoint_keep is not None:
-        raise InvalidRequestError(
-            "checkpoint_keep is the number of scheduled checkpoints to keep, and none are "
-            "scheduled: give checkpoint_every, too",
-            parameter="checkpoint_keep",
-        )
+    for name in ("checkpoint_keep", "checkpoint_bytes"):
+        if body.checkpoint_every is None and getattr(body, name) is not None:
+            raise InvalidRequestError(
+                f"{name} says which scheduled checkpoints to keep, and none are scheduled: give "
+                "checkpoint_every, too",
+                parameter=name,
+            )
     if body.kind != "rollout" and not body.cuda_graphs:
         raise InvalidRequestError(
             f"cuda_graphs is for rollout deployments; a {body.kind} deployment captures nothing: "

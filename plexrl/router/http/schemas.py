@@ -68,56 +68,13 @@ Directory = Annotated[PlainText, Field(pattern="^/", max_length=4096)]
 """An absolute path."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body without fields of other names."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class TenantRequest(_Strict):
-    """A tenant to create."""
-
-    name: str = Field(description="letters, digits, '.', '_' and '-'")
-
-
-class TenantSettings(_Strict):
-    """Changes to a tenant's weight, quotas and highest priority. An absent field stays as it is;
-    null removes a quota."""
-
-    weight: Annotated[float, Limited("tenant", "weight")] = Field(
-        1.0,
-        description="share of the cluster relative to the other tenants' weights",
-    )
-    jobs_max: Annotated[int | None, Limited("tenant", "jobs_max")] = Field(
-        None, description="jobs that hold GPUs at the same time"
-    )
-    gpus_max: Annotated[int | None, Limited("tenant", "gpus_max")] = Field(
-        None, description="GPUs held at the same time"
-    )
-    gpu_seconds_max: Annotated[float | None, Limited("tenant", "gpu_seconds_max")] = Field(
-        None, description="GPU-seconds in total; after that new work is refused"
-    )
-    live_jobs_max: Annotated[int | None, Limited("tenant", "live_jobs_max")] = Field(
-        None, description="jobs that have not ended; null: the cluster's bound"
-    )
-    checkpoints_max: Annotated[int | None, Limited("tenant", "checkpoints_max")] = Field(
-        None, description="checkpoints on the shared disk; null: the cluster's bound"
-    )
-    checkpoint_bytes_max: Annotated[int | None, Limited("tenant", "checkpoint_bytes_max")] = Field(
-        None, description="bytes of them; null: the cluster's bound"
-    )
-    priority_max: Annotated[int, Limited("tenant", "priority_max")] = Field(
-        0, description="highest priority of the tenant's jobs"
-    )
-    slo: Annotated[float | None, Limited("tenant", "slo")] = Field(
-        None, description="`slo` of jobs that name none; null: the cluster's `waiting_part_max`"
-    )
-    model_roots: list[Directory] = Field(
-        [],
-        max_length=64,
-        description="directories below which the tenant may load models, beside the cluster's",
-    )
-
-
-class JobRequest(_Strict):
+class JobRequest(Strict):
     """A job to submit."""
 
     job: str = Field(description="id chosen by the client; the same id again is the same job")
@@ -150,16 +107,17 @@ class JobRequest(_Strict):
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
     quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
+    fork: dict[str, Any] | None = Field(None, description="`ForkView`: where it comes from")
 
 
-class FinishRequest(_Strict):
+class FinishRequest(Strict):
     """The end of a job."""
 
     outcome: Literal["completed", "failed", "cancelled", "detached"]
     reason: str = ""
 
 
-class MetricsRequest(_Strict):
+class MetricsRequest(Strict):
     """One row of a job's metrics."""
 
     step: Annotated[int, Limited("metrics", "step")]
@@ -168,7 +126,7 @@ class MetricsRequest(_Strict):
     )
 
 
-class SampleRequest(_Strict):
+class SampleRequest(Strict):
     """One sample of a step."""
 
     prompt: str = ""
@@ -178,7 +136,7 @@ class SampleRequest(_Strict):
     ended_by: Literal["stop", "length", "abort"]
 
 
-class SamplesRequest(_Strict):
+class SamplesRequest(Strict):
     """Samples of one step; they replace those that the step has."""
 
     step: Annotated[int, Limited("samples", "step")]
@@ -191,7 +149,7 @@ class SamplesRequest(_Strict):
     samples: list[SampleRequest] = Field(max_length=SAMPLES_KEPT_MAX)
 
 
-class ModelRequest(_Strict):
+class ModelRequest(Strict):
     """A model: a directory, or an architecture with its configuration."""
 
     path: str | None = None
@@ -202,7 +160,7 @@ class ModelRequest(_Strict):
     head: Head = "causal"
 
 
-class SegmentRequest(_Strict):
+class SegmentRequest(Strict):
     """One stretch of a cycle in which the deployment uses its GPUs."""
 
     offset_s: Annotated[float, Limited("segment", "offset_s")] = Field(
@@ -214,7 +172,7 @@ class SegmentRequest(_Strict):
     )
 
 
-class TraceRequest(_Strict):
+class TraceRequest(Strict):
     """One cycle of a job on its GPUs, if the user knows it."""
 
     period_s: Annotated[float, Limited("trace", "period_s")]
@@ -228,7 +186,7 @@ class TraceRequest(_Strict):
     )
 
 
-class ParallelismRequest(_Strict):
+class ParallelismRequest(Strict):
     """Sizes of the axes; they are checked together when the layout is made."""
 
     dp: Annotated[int, Limited("layout", "dp")] = Field(
@@ -242,13 +200,13 @@ class ParallelismRequest(_Strict):
     )
 
 
-class CopyRequest(_Strict):
+class CopyRequest(Strict):
     """A deployment with the settings of another one."""
 
     name: str = Field(description="unique in its job")
 
 
-class PauseRequest(_Strict):
+class PauseRequest(Strict):
     """A pause of a rollout's generations."""
 
     for_s: Annotated[float, Limited("pause", "for_s")] = Field(
@@ -257,7 +215,7 @@ class PauseRequest(_Strict):
     )
 
 
-class TpRequest(_Strict):
+class TpRequest(Strict):
     """A size of the tensor-parallel groups of a rollout's engines."""
 
     tp: Annotated[int, Limited("switch", "tp")] = Field(description="one of `tp_sizes`")
@@ -266,7 +224,7 @@ class TpRequest(_Strict):
     )
 
 
-class StopRowsRequest(_Strict):
+class StopRowsRequest(Strict):
     """Rows of a generation to stop."""
 
     rows: list[Annotated[int, Limited("stop_rows", "rows")]] = Field(
@@ -274,7 +232,7 @@ class StopRowsRequest(_Strict):
     )
 
 
-class LoraRequest(_Strict):
+class LoraRequest(Strict):
     """Low-rank adapters; checked against the model when the deployment is made."""
 
     rank: Annotated[int, Limited("lora", "rank")] = Field(description="rows of A, columns of B")
@@ -289,7 +247,7 @@ class LoraRequest(_Strict):
     )
 
 
-class DeploymentRequest(_Strict):
+class DeploymentRequest(Strict):
     """A deployment to create."""
 
     name: str
@@ -377,6 +335,7 @@ class DeploymentRequest(_Strict):
     checkpoint_keep: Annotated[int | None, Limited("deployment", "checkpoint_keep")] = Field(
         None, description="train: keep so many of the newest of them; absent: all"
     )
+    checkpoint_bytes: Annotated[int | None, Limited("deployment", "checkpoint_bytes")] = None
     node_type: PlainText = Field("", max_length=100, description="type of the nodes; empty: any")
     trace: TraceRequest | None = Field(
         None, description="its demand as given by the user; it is placed by this at once"
@@ -397,7 +356,7 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-class RolloutRequest(_Strict):
+class RolloutRequest(Strict):
     """An asynchronous rollout to create. The rollout service checks the values."""
 
     name: str = Field(description="unique in the job")
@@ -459,7 +418,7 @@ class RolloutRequest(_Strict):
     )
 
 
-class ExchangeRequest(_Strict):
+class ExchangeRequest(Strict):
     """Prompts and rewards for an asynchronous rollout."""
 
     first: Annotated[int, Limited("exchange", "first")] = Field(
@@ -479,7 +438,7 @@ class ExchangeRequest(_Strict):
     )
 
 
-class BatchRequest(_Strict):
+class BatchRequest(Strict):
     """A batch to take."""
 
     trainer_step: Annotated[int, Limited("exchange", "trainer_step")] = Field(

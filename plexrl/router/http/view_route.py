@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, get_type_hints, is_typeddict
 
-from fastapi.routing import APIRoute
+from plexrl.router.services.guarded_route import GuardedRoute
 
 
-class ViewRoute(APIRoute):
+class ViewRoute(GuardedRoute):
     """A route whose function may say which view it returns.
 
     The view goes out as it is: to check each answer against its type again would take time, and
@@ -14,7 +14,7 @@ class ViewRoute(APIRoute):
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
-        """As `APIRoute`."""
+        """As `GuardedRoute`."""
         if is_typeddict(get_type_hints(endpoint).get("return")):
             settings["response_model"] = dict[str, Any]
         super().__init__(path, endpoint, **settings)

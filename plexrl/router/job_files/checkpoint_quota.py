@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 from plexrl.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     QuotaExceededError,
     StorageError,
@@ -126,6 +127,35 @@ class CheckpointQuota:
                 raise StorageError(f"checkpoint {place} was not deleted: {error}") from error
 
         await self._in_thread(delete)
+
+    async def share(self, job: str, name: str, fork: str, new_name: str) -> None:
+        """Give the job `fork` the checkpoint of `job` as its own, without a copy; a repeated call
+        changes nothing. Both are jobs of the caller.
+
+        Raises:
+            CheckpointNotFoundError: the job has no such checkpoint.
+            ConflictError: the fork has another checkpoint of that name.
+            QuotaExceededError: the tenant has too many checkpoints.
+            StorageError: the file system refuses, or has no hard links.
+        """
+        await self.check(fork, new_name)
+        source, target = self._place(job, name), self._place(fork, new_name)
+
+        def link() -> None:
+            found = source.read_record()
+            try:
+                source.share(fork, new_name, self._router)
+            except CheckpointExistsError:
+                if target.read_record().stamps != found.stamps:
+                    raise
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"checkpoint {name!r} of job {job!r} was deleted meanwhile"
+                ) from error
+            except OSError as error:
+                raise StorageError(f"{source} cannot be shared with {target}: {error}") from error
+
+        await self._in_thread(link)
 
     async def files(self, job: str, name: str) -> tuple[str, list[StoredFile]]:
         """A version and the files of a complete checkpoint of a job that the caller may see.

@@ -96,7 +96,7 @@ class Overviews:
         found = await self._scheduler.call(m.OVERVIEW, caller.rights)
         public = await self._health.public()
         conditions = public["conditions"]
-        if caller.is_operator:
+        if caller.sees_all:
             conditions = await self._health.conditions()
         return {
             **found,

@@ -51,8 +51,11 @@ def generated(
     )
 
 
-def trained(batches: Sequence[Arrays], metrics: Mapping[str, Any]) -> Trained:
-    """The figures of a `forward_backward`; `batches` are its rows in parts."""
+def trained(
+    batches: Sequence[Arrays], metrics: Mapping[str, Any], sampled_step: int | None = None
+) -> Trained:
+    """The figures of a `forward_backward`; `batches` are its rows in parts, and `sampled_step` is
+    that of its parameters."""
     rows = flat_rows = 0
     for arrays in batches:
         if "advantages" not in arrays or not len(arrays["lengths"]):
@@ -69,6 +72,7 @@ def trained(batches: Sequence[Arrays], metrics: Mapping[str, Any]) -> Trained:
         flat_rows=flat_rows,
         kl=_number(metrics["old_kl"]) if "old_kl" in metrics else None,
         clip_fraction=_number(metrics["clip_fraction"]) if "clip_fraction" in metrics else None,
+        sampled_step=sampled_step,
     )
 
 

@@ -108,6 +108,9 @@ class Trained:
     kl: float | None
     """KL to the policy that drew the tokens; absent: the loss has none."""
     clip_fraction: float | None
+    sampled_step: int | None = None
+    """Optimizer steps in the oldest weights that drew the batch; None: it does not say it, and
+    those of the newest samples count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +183,8 @@ class RunHealth:
                 self._add("equal_rewards", seen.flat_rows, seen.rows)
                 if seen.clip_fraction is not None:
                     self._add("clipped", seen.clip_fraction * seen.tokens, seen.tokens)
-                trained, sampled = self._trainer_step, self._sampled_step
+                trained, sampled = self._trainer_step, seen.sampled_step
+                sampled = self._sampled_step if sampled is None else sampled
                 if seen.kl is not None and trained is not None and sampled is not None:
                     behind = max(0, trained - sampled)
                     name = "kl_older_weights" if behind else "kl_same_weights"

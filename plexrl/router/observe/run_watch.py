@@ -30,7 +30,7 @@ from plexrl.router.observe.run_health import (
     of_critic,
 )
 from plexrl.storage.model_folder import model_folder
-from plexrl.wire.messages.commands import Generate, Sync
+from plexrl.wire.messages.commands import ForwardBackward, Generate, Sync
 from plexrl.wire.messages.run_views import RunHealthView
 from plexrl.wire.operations import OperationKind
 from plexrl.wire.tensors import Body, decode_body
@@ -216,7 +216,9 @@ class RunWatch:
                     for part in parts
                     if part
                 ]
-                seen = trained(batches, result.get("metrics", {}))
+                drawn = command.params if isinstance(command, ForwardBackward) else None
+                step = None if drawn is None else drawn.sampled_step
+                seen = trained(batches, result.get("metrics", {}), step)
             case _:
                 seen = stepped(result, is_refused=is_refused)
         self._observe(name, of_critic(seen) if owned.spec.model.head == "value" else seen)

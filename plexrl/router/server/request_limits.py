@@ -22,8 +22,8 @@ OPEN_PATHS = frozenset(
     }
 )
 """Paths that need no key."""
-OPEN_PREFIX = "/dashboard/"
-"""The files of the operator's page need none either."""
+OPEN_PREFIXES = ("/dashboard/", "/api/v1/traces/")
+"""The files of the operator's page need none either, nor traces, whose names are secrets."""
 BODY_KEY = "incoming_body"
 """Key of a request's `LimitedBody` in `scope["state"]`."""
 
@@ -131,7 +131,7 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         state = scope["state"]
-        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIX):
+        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIXES):
             request = Request(scope)
             try:
                 await self._authenticate(request)

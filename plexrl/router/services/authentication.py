@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from plexrl.access import OPERATORS, AccessRole, KeyOwnerView, KeyScope
 from plexrl.errors import AuthenticationError
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.scheduler.accounting.tenants import key_id
@@ -26,10 +27,10 @@ CACHE_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant, or the operator, that owns the key of a request."""
+    """Who sends a request: the owner of its key."""
 
     tenant: str
-    is_operator: bool
+    role: AccessRole
     controller: str = ""
     """Token of the controller that sent the request; empty: the request has none."""
     key: str = ""
@@ -37,10 +38,24 @@ class Caller:
     job: str | None = None
     """The only job that the key opens, by its OpenAI-compatible endpoints; None: a tenant's key."""
 
+    user: str = ""
+    """Who answers for what the key does; empty: nobody in particular."""
+    key_scope: KeyScope = KeyScope.ALL
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether the caller may change everything."""
+        return self.role is AccessRole.OPERATOR
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the caller sees the objects of all tenants, and what concerns operators only."""
+        return self.role in OPERATORS
+
     @property
     def scope(self) -> str | None:
         """The tenant whose objects the caller may see; None sees all."""
-        return None if self.is_operator else self.tenant
+        return None if self.sees_all else self.tenant
 
     @property
     def claim(self) -> dict[str, Any]:
@@ -53,9 +68,15 @@ class Caller:
     def rights(self) -> dict[str, Any]:
         """Like `claim` but without the controller, for calls about a job that another controller
         may have."""
-        if self.is_operator:
+        if self.sees_all:
+            # The table lets a viewer call what changes nothing only.
             return {"tenant": None, "as_operator": True}
         return {"tenant": self.tenant}
+
+    @property
+    def management(self) -> dict[str, Any]:
+        """Fields of a scheduler call about a tenant's keys."""
+        return {**self.rights, "by_admin": self.role is AccessRole.ADMIN}
 
 
 class KeyCache:
@@ -69,7 +90,8 @@ class KeyCache:
         self.scheduler: SchedulerLink | None = None
         self.refused = refused
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
-        """By digest of the key: when the entry was made, by the monotonic clock, and the caller."""
+        """By digest of the key: until when the entry holds, by the monotonic clock, and the
+        caller."""
         self._clear_count = 0
         """Number of clears. A reply to a request sent before the last clear may be older than a
         revocation and is not cached."""
@@ -92,18 +114,19 @@ class KeyCache:
     async def _caller_of(self, key: str, network: str) -> Caller:
         digest = key_digest(key)
         entry = self._callers.get(digest)
-        if entry is not None and time.monotonic() - entry[0] < CACHE_S:
+        if entry is not None and time.monotonic() < entry[0]:
             return entry[1]
         self.refused.check(network, time.monotonic())
         clear_count = self._clear_count
         assert self.scheduler is not None
+        asked_at = time.monotonic()
         reply = await self.scheduler.call(m.AUTHENTICATE, {"key_digest": digest})
-        caller = Caller(
-            reply["tenant"], bool(reply["is_operator"]), key=key_id(digest), job=reply.get("job")
-        )
+        caller = _caller(reply, digest)
+        valid_s = reply.get("valid_s")
+        until = asked_at + (CACHE_S if valid_s is None else min(CACHE_S, valid_s))
         # A job's key is not valid any more once the job has ended, which no report says.
         if clear_count == self._clear_count and caller.job is None:
-            self._callers[digest] = (time.monotonic(), caller)
+            self._callers[digest] = (until, caller)
             while len(self._callers) > CACHE_MAX:
                 self._callers.popitem(last=False)
         return caller
@@ -137,8 +160,15 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def is_open(path: str, job: str) -> bool:
-    """Whether the key of a job opens this path: one of the job's OpenAI-compatible endpoints."""
-    # /v1/jobs/<job>/deployments/<name>/openai/…
-    parts = path.split("/")
-    return parts[1:5] == ["v1", "jobs", job, "deployments"] and parts[6:7] == ["openai"]
+def _caller(reply: KeyOwnerView, digest: str) -> Caller:
+    """The owner of a key. A scheduler of an earlier version names no role."""
+    job = reply.get("job")
+    plain = AccessRole.OPERATOR if reply["is_operator"] else AccessRole.MEMBER
+    return Caller(
+        reply["tenant"],
+        AccessRole(reply.get("role", plain if job is None else AccessRole.JOB)),
+        key=key_id(digest),
+        job=job,
+        user=reply.get("user", ""),
+        key_scope=KeyScope(reply.get("scope", KeyScope.ALL)),
+    )

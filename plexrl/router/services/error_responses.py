@@ -4,6 +4,7 @@
 the error with which an operation has ended.
 """
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from plexrl.errors import (
@@ -47,6 +48,12 @@ def error_response(error: PlexRLError) -> JSONResponse:
 def final_response(error: PlexRLError) -> JSONResponse:
     """The error with which an operation has ended; a retry of the request returns the same."""
     return JSONResponse({"error": error.to_wire()}, status_code=error.status)
+
+
+def error_for(request: Request, error: PlexRLError) -> PlexRLError:
+    """`error` as the sender of a request may see it."""
+    caller = getattr(request.state, "caller", None)
+    return error if caller is not None and caller.sees_all else public_error(error)
 
 
 def public_error(error: PlexRLError) -> PlexRLError:

@@ -15,7 +15,6 @@ from fastapi import Depends, Request
 from plexrl.errors import (
     ConnectionLostError,
     OverloadedError,
-    PermissionDeniedError,
     StorageFullError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
@@ -38,7 +37,7 @@ from plexrl.router.observe.overview import Overviews
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
-from plexrl.router.services.authentication import Caller, KeyCache, is_open
+from plexrl.router.services.authentication import Caller, KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.shutdown import Shutdown
@@ -97,6 +96,8 @@ class RouterServices:
     )
     """Held while a tokenizer is loaded."""
     shutdown: Shutdown = field(default_factory=Shutdown)
+    audit_reads: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the audit log is read."""
 
     async def caller(self, request: Request) -> Caller:
         """Return who sent the request.
@@ -110,25 +111,11 @@ class RouterServices:
             return known
         address = request.client.host if request.client else ""
         caller = await self.keys.caller_of(request.headers.get("authorization", ""), address)
-        if caller.job is not None and not is_open(request.scope["path"], caller.job):
-            raise PermissionDeniedError(
-                f"the key opens the OpenAI-compatible endpoints of job {caller.job!r} only: use "
-                "the tenant's key here"
-            )
-        request.state.is_operator = caller.is_operator
-        request.state.tenant, request.state.key = caller.tenant, caller.key
         controller = request.headers.get(CONTROLLER_HEADER, "")
         found: Caller = replace(caller, controller=controller)
         # A key of a job is not cached, and the handlers of a request ask several times.
         request.state.caller = found
         return found
-
-    async def operator(self, request: Request) -> Caller:
-        """Return the caller, who must be the operator. Raises `PermissionDeniedError`."""
-        caller = await self.caller(request)
-        if not caller.is_operator:
-            raise PermissionDeniedError("this needs the operator's key")
-        return caller
 
     async def ask(self, request: Request, method: m.Method[ViewT], **fields: object) -> ViewT:
         """Call the scheduler with `fields` and the claim of the sender of the request.
@@ -138,12 +125,10 @@ class RouterServices:
         caller = await self.caller(request)
         return await self.scheduler.call(method, {**fields, **caller.claim})
 
-    async def ask_as_operator(
-        self, request: Request, method: m.Method[ViewT], **fields: object
-    ) -> ViewT:
-        """As `ask`; the sender must be the operator. Raises `PermissionDeniedError`."""
-        caller = await self.operator(request)
-        return await self.scheduler.call(method, {**fields, **caller.claim})
+    async def manage(self, request: Request, method: m.Method[ViewT], **fields: object) -> ViewT:
+        """As `ask`, for a call about a tenant that the tenant's admin may make."""
+        caller = await self.caller(request)
+        return await self.scheduler.call(method, {**fields, **caller.management})
 
     async def spec(self, deployment: str, caller: Caller) -> DeploymentSpec:
         """Return a deployment's specification. Raises `UnknownDeploymentError`."""

@@ -13,13 +13,14 @@ from fastapi.responses import JSONResponse
 
 from plexrl.errors import JobEndedError, PlexRLError
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
-from plexrl.router.services.error_responses import RETRIABLE, RETRY_AFTER_S, public_error
+from plexrl.router.services.error_responses import RETRIABLE, RETRY_AFTER_S, error_for
+from plexrl.router.services.guarded_route import include_guarded
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import RecordFile
-from plexrl.router.tinker.routes import checkpoints, sampling, training
+from plexrl.router.tinker.routes import checkpoints, sampling, traces, training
 from plexrl.router.tinker.routes import sessions as session_routes
-from plexrl.router.tinker.routes.client import BODY_BYTES_MAX
+from plexrl.router.tinker.routes.client import BODY_BYTES_MAX, TinkerRoute
 from plexrl.router.tinker.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-PREFIX = "/api/v1/"
+PREFIX = f"{TinkerRoute.prefix}/"
 KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
 POLLS = (f"{PREFIX}retrieve_future", f"{PREFIX}retrieve_futures")
@@ -87,8 +88,8 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         timeout_s=timeout_s,
     )
     # The last routes of `checkpoints` refuse what no other has.
-    for subject in (session_routes, sampling, training, checkpoints):
-        app.include_router(subject.ROUTES, prefix=PREFIX.removesuffix("/"))
+    subjects = (session_routes, sampling, training, traces, checkpoints)
+    include_guarded(app, *(subject.ROUTES for subject in subjects))
     return app
 
 
@@ -104,7 +105,7 @@ def _with_bearer(scope: "Scope") -> "Scope":
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PlexRLError)
-    shown = error if getattr(request.state, "is_operator", False) else public_error(error)
+    shown = error_for(request, error)
     status = shown.status
     headers = {}
     if isinstance(error, JobEndedError):

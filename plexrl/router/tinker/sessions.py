@@ -25,10 +25,11 @@ from plexrl.router.services.authentication import Caller
 from plexrl.router.services.services import RouterServices
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.completions import Completions
-from plexrl.router.tinker.futures import Futures, request_digest
+from plexrl.router.tinker.futures import Futures
 from plexrl.router.tinker.messages.requests import CreateModel, CreateSession, LoraConfig
 from plexrl.router.tinker.records import (
     FutureRecord,
+    HeardRecord,
     ModelRecord,
     RecordFile,
     RecordT,
@@ -36,8 +37,8 @@ from plexrl.router.tinker.records import (
     SamplerRecord,
     SessionRecord,
     WeightsRecord,
+    request_digest,
 )
-from plexrl.statemanager.checkpoint.folder import is_name
 
 LOG = logging.getLogger(__name__)
 
@@ -47,18 +48,22 @@ REATTACH_S = 60.0
 """Time after that until the job is cancelled, and its GPUs are released."""
 GONE_S = SILENCE_S + REATTACH_S + 30.0
 """Silence after which the router forgets a session, whose job has ended by then."""
+FINISHED_KEPT_S = 86_400.0
+"""How long a session that has ended is listed, and its trace can be exported."""
 SWEEP_S = 60.0
 """Time between two searches for weights whose time to live has passed."""
 LORA_ALPHA = 32.0
 EPHEMERAL = "{model}.sampler.step-"
 EPHEMERAL_KEPT = 8
 """Weights without a name that are kept for each model; older ones are deleted."""
+BASES = "base models"
+"""Lock of the deployments of base models."""
 OPTIONS = {"train": "plexrl_train", "rollout": "plexrl_rollout"}
 """Keys of a client's `user_metadata` with options of its deployments, as JSON."""
 
 
 class Sessions:
-    """All Tinker clients of one router."""
+    """All Tinker clients of the routers that share a file of records."""
 
     def __init__(self, services: RouterServices, api: ClusterApi, records: RecordFile) -> None:
         self.services = services
@@ -66,27 +71,27 @@ class Sessions:
         self.records = records
         self.futures = Futures(api, records)
         self.completions = Completions(api, records)
-        self._bases = asyncio.Lock()
-        self._seen: dict[str, float] = {}
-        """When each session was last heard of, by the monotonic clock."""
+        self._heard: dict[str, tuple[float, float]] = {}
+        """The last sign of life of each session that this router knows, and when it learnt of it by
+        the monotonic clock: another router may have heard it, and the clock of records may jump."""
 
     async def run(self) -> None:
         """Forget clients that are gone, and delete weights whose time to live has passed, until
         cancelled."""
-        started_at = time.monotonic()
         while True:
-            await asyncio.sleep(SWEEP_S)
             try:
-                await self.sweep(started_at, time.monotonic(), time.time())
+                await self.sweep(time.monotonic(), time.time())
             except Exception:  # What failed once may succeed the next time; nobody else sweeps.
                 LOG.exception("clients that are gone were not all forgotten")
+            await asyncio.sleep(SWEEP_S)
 
-    async def sweep(self, started_at: float, now: float, time_now: float) -> None:
-        """One round of `run`. `started_at` and `now` are of the monotonic clock, `time_now` is in
-        seconds since the epoch."""
+    async def sweep(self, now: float, time_now: float) -> None:
+        """One round of `run`. `now` is of the monotonic clock, `time_now` is in seconds since the
+        epoch."""
         self.futures.forget_answered(now)
+        self.futures.queue.drop_orphans(time_now - SWEEP_S)
         for session in self.records.all(SessionRecord):
-            if not session.is_finished and now - self._seen.get(session.id, started_at) > GONE_S:
+            if not session.is_finished and now - self._heard_at(session, now) > GONE_S:
                 LOG.info("the client of %s is gone", session.id)
                 await self._end(session)
         for each in self.records.all(WeightsRecord):
@@ -98,9 +103,18 @@ class Sessions:
         for session in self.records.all(SessionRecord):
             # One that has futures is just about to end.
             left = (FutureRecord, WeightsRecord)
-            if session.is_finished and not any(self.records.all(x, session.id) for x in left):
+            is_old = session.is_finished and session.finished_at < time_now - FINISHED_KEPT_S
+            if is_old and not any(self.records.all(x, session.id) for x in left):
                 self.records.drop_all(ModelRecord, session.id)
                 self.records.drop(session)
+
+    def _heard_at(self, session: SessionRecord, now: float) -> float:
+        """When this router learnt of the last sign of life of a session."""
+        heard = self.records.find(HeardRecord, session.id) or session
+        known = self._heard.get(session.id)
+        if known is None or known[0] != heard.made_at:
+            known = self._heard[session.id] = (heard.made_at, now)
+        return known[1]
 
     def find(self, kind: type[RecordT], id: str, caller: Caller) -> RecordT:
         """A record that the caller may see. Raises `NotFoundError`."""
@@ -144,7 +158,7 @@ class Sessions:
         """A session lives. Raises `JobEndedError` if it has ended."""
         if session.is_finished:
             raise JobEndedError(f"session {session.id} has finished")
-        self._seen[session.id] = time.monotonic()
+        self.records.put(HeardRecord(id=session.id, session=session.id))
         jobs = {session.id, *self._base_jobs(session.id)}
         replies = await asyncio.gather(
             *(self.api.call(key, "POST", f"/v1/jobs/{job}/heartbeat") for job in sorted(jobs)),
@@ -163,7 +177,7 @@ class Sessions:
             return
         body = {"outcome": outcome, "reason": detail}
         await self.api.call(key, "POST", f"/v1/jobs/{session.id}/finish", body)
-        async with self._bases:
+        async with self.records.exclusive(BASES):
             bases = self._base_jobs(session.id)
             await self._end(session)
             for job in bases - self._used_bases():
@@ -172,13 +186,14 @@ class Sessions:
     async def create_model(self, key: str, caller: Caller, asked: CreateModel) -> ModelRecord:
         """Make a model of the name that follows from the request."""
         folder = await self.folder_of(asked.base_model, caller)
-        lora = await asyncio.to_thread(self._lora, folder, asked.lora_config)
+        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+        lora = await asyncio.to_thread(self._lora, folder, asked.lora_config, name)
         return await self.deploy_model(
             key,
             self.find(SessionRecord, asked.session_id, caller),
             asked.model_seq_id,
             ModelRecord(
-                id=f"{asked.session_id}:train:{asked.model_seq_id}",
+                id=name,
                 session=asked.session_id,
                 deployment=f"{asked.session_id}/train-{asked.model_seq_id}",
                 base_model=asked.base_model,
@@ -227,7 +242,7 @@ class Sessions:
             checkpoint = (weights.session, weights.checkpoint)
             return await self.sampler_of(key, session, sampler, model, checkpoint, weights.id)
         folder = await self.folder_of(base_model, caller)
-        async with self._bases:
+        async with self.records.exclusive(BASES):
             found = SamplerRecord(
                 id=sampler,
                 session=session.id,
@@ -306,7 +321,7 @@ class Sessions:
         """The directories below which the caller's base models are."""
         return await self.services.model_access.roots(caller)
 
-    def _lora(self, folder: str, asked: LoraConfig) -> dict[str, Any] | None:
+    def _lora(self, folder: str, asked: LoraConfig, model: str) -> dict[str, Any] | None:
         if asked.rank == 0:
             return None
         if not (asked.train_attn or asked.train_mlp):
@@ -322,7 +337,9 @@ class Sessions:
         targets = [
             name for name in layers if (asked.train_attn if name in attention else asked.train_mlp)
         ]
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        # A repetition of the request at another router draws the same values.
+        drawn = int(request_digest(model), 16) >> 1
+        seed = drawn if asked.seed is None else asked.seed
         lora = LoraSpec(rank=asked.rank, alpha=LORA_ALPHA, targets=tuple(targets), seed=seed)
         found: dict[str, Any] = msgspec.to_builtins(lora)
         return found
@@ -359,7 +376,7 @@ class Sessions:
 
     async def _base_deployment(self, key: str, session: SessionRecord, folder: str) -> str:
         """The deployment of a base model that all sessions of a tenant share, in a job of its own.
-        The caller holds `_bases` until the sampler is noted, so that nobody ends the job."""
+        The caller holds `BASES` until the sampler is noted, so that nobody ends the job."""
         options = _options(session.metadata, OPTIONS["rollout"])
         kind = request_digest(f"{session.tenant} {folder} {options}")
         for sampler in self._live_samplers():
@@ -387,11 +404,12 @@ class Sessions:
 
     async def _end(self, session: SessionRecord) -> None:
         """Forget what only the session itself needs, and delete its weights without a name."""
-        if session.is_finished:
+        now = self.records.find(SessionRecord, session.id)
+        if now is None or now.is_finished:
             return
-        session.is_finished = True
-        self.records.put(session)
-        self._seen.pop(session.id, None)
+        session.is_finished, session.finished_at = True, time.time()
+        self.records.update(session)
+        self._heard.pop(session.id, None)
         saves = []
         for future in self.records.all(FutureRecord, session.id):
             if "weights_record" in future.result:
@@ -400,8 +418,8 @@ class Sessions:
                 saves.append(future.id)
         models = self.records.all(ModelRecord, session.id)
         for model in models:
-            self.futures.forget_model(model.id)
-        for kind in (FutureRecord, SamplerRecord, RolloutRecord):
+            self.futures.queue.forget_model(model.id)
+        for kind in (FutureRecord, HeardRecord, SamplerRecord, RolloutRecord):
             self.records.drop_all(kind, session.id)
         for model in models:
             for save in saves:
@@ -442,22 +460,6 @@ def ephemeral_prefix(model: ModelRecord) -> str:
     return EPHEMERAL.format(model=model.id.rpartition(":")[2])
 
 
-def checkpoint_name(model: ModelRecord, kind: str, name: str) -> str:
-    """Name of a model's checkpoint in its job.
-
-    Raises:
-        InvalidRequestError: the client's name cannot name a checkpoint.
-    """
-    found = f"{model.id.rpartition(':')[2]}.{kind}.{name}"
-    if not is_name(found) or name.startswith("step-"):
-        raise InvalidRequestError(
-            f"{name!r} cannot name saved weights: use up to 80 letters, digits, '.', '_' and '-', "
-            "and begin with another word than 'step-'",
-            parameter="name",
-        )
-    return found
-
-
 def without_seed(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Adapters as a checkpoint has them, whatever the values with which they began."""
     return None if lora is None else {**lora, "seed": 0}
@@ -486,9 +488,3 @@ def _options(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
             f"user_metadata[{name!r}] is no JSON object: {error}; give options of a deployment, as "
             '{"workers": 2}'
         ) from error
-
-
-def tokenizer_of(name: str, folder: str) -> str:
-    """What the SDK loads a base model's tokenizer by: a name of the form `org/name` is one of the
-    Hugging Face hub, any other is the directory, which the client must be able to read."""
-    return name if name.count("/") == 1 and not name.startswith("/") else folder

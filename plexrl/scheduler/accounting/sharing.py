@@ -92,6 +92,7 @@ def _row(job: Job, reserved: float, waited: float, held: float) -> SharingView:
         "tenant": job.tenant,
         "job": job.job,
         "name": job.name,
+        "user": job.user,
         "reserved_gpu_seconds": reserved,
         "waited_gpu_seconds": waited,
         "isolated_gpu_seconds": isolated,

@@ -1,8 +1,10 @@
 """Tenants: their keys, weights, quotas, budgets and priorities."""
 
+from plexrl.access import AccessRole, roles_of
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
+    InvalidRequestError,
     NotFoundError,
     QuotaExceededError,
 )
@@ -12,17 +14,18 @@ from plexrl.scheduler.accounting.usage import used_gpu_seconds
 from plexrl.scheduler.rules.settings import Settings
 from plexrl.scheduler.state.messages.events import (
     ApiKeyAdded,
+    ApiKeyGranted,
     ApiKeyRevoked,
     TenantConfigured,
     TenantCreated,
 )
 from plexrl.scheduler.state.records import Job, State
-from plexrl.scheduler.state.tenant import KeyOwner, Tenant
+from plexrl.scheduler.state.tenant import ApiKey, KeyOwner, Tenant
 from plexrl.wire.operations import OperationKind
 
 KEY_ID_CHARACTERS = 12
-KEYS_MAX = 16
-"""Valid keys of one tenant."""
+KEYS_MAX = 200
+"""Keys of one tenant."""
 REVOKED_MAX = 100
 """Revoked keys of one tenant that are stored."""
 PAST_BUDGET = frozenset({OperationKind.SAVE_CHECKPOINT})
@@ -40,8 +43,11 @@ def tenant_created(state: State, event: TenantCreated, now: float) -> None:
     if known is not None and event.key_digest not in known.keys:
         raise ConflictError(f"tenant {event.tenant!r} exists already: choose another name")
     if known is None:
+        role = AccessRole.ADMIN if event.is_admin else _plain_role(event.is_operator)
         state.tenants[event.tenant] = Tenant(
-            tenant=event.tenant, is_operator=event.is_operator, keys={event.key_digest: now}
+            tenant=event.tenant,
+            is_operator=event.is_operator,
+            keys={event.key_digest: ApiKey(created_at=now, role=role)},
         )
 
 
@@ -51,26 +57,59 @@ def key_id(digest: str) -> str:
 
 
 def api_key_added(state: State, event: ApiKeyAdded, now: float) -> None:
-    """Add an API key to a tenant.
+    """Add an API key to a tenant: an operator's, or a member's. Raises as `api_key_granted`."""
+    tenant = _tenant(state, event.tenant)
+    key = ApiKey(created_at=now, role=_plain_role(tenant.is_operator))
+    _add_key(state, tenant, event.key_digest, key)
+
+
+def api_key_granted(state: State, event: ApiKeyGranted, now: float) -> None:
+    """Add an API key with a role of its own to a tenant, and drop the tenant's expired ones.
 
     Raises:
         NotFoundError: there is no such tenant.
+        InvalidRequestError: the tenant has no keys of that role, or the key is expired.
         ConflictError: the tenant has too many keys, or the key is another tenant's or was revoked.
     """
     tenant = _tenant(state, event.tenant)
-    if event.key_digest in tenant.keys:
-        return
-    if len(tenant.keys) >= KEYS_MAX:
-        raise ConflictError(
-            f"tenant {event.tenant!r} has {KEYS_MAX} API keys, which is the most: revoke one first"
+    roles = roles_of(is_operator=tenant.is_operator)
+    if event.role not in roles:
+        raise InvalidRequestError(
+            f"a key of tenant {event.tenant!r} has the role {' or '.join(roles)}, not {event.role}"
         )
-    for each in state.tenants.values():
-        for digest in (*each.keys, *each.revoked):
-            if key_id(digest) == key_id(event.key_digest):
+    key = ApiKey(
+        created_at=now,
+        role=event.role,
+        user=event.user,
+        name=event.name,
+        scope=event.scope,
+        expires_at=event.expires_at,
+    )
+    if key.has_expired(now):
+        raise InvalidRequestError("the key would have expired already: give a later time")
+    _add_key(state, tenant, event.key_digest, key)
+
+
+def _add_key(state: State, tenant: Tenant, digest: str, key: ApiKey) -> None:
+    if digest in tenant.keys:
+        return
+    valid = {each: old for each, old in tenant.keys.items() if not old.has_expired(key.created_at)}
+    if len(valid) >= KEYS_MAX:
+        raise ConflictError(
+            f"tenant {tenant.tenant!r} has {KEYS_MAX} API keys, which is the most: revoke one first"
+        )
+    for other in state.tenants.values():
+        for known in (*other.keys, *other.revoked):
+            if key_id(known) == key_id(digest):
                 raise ConflictError(
                     f"API key {key_id(digest)} is in use or was revoked: make another key"
                 )
-    tenant.keys[event.key_digest] = now
+    tenant.keys = {**valid, digest: key}
+
+
+def _plain_role(is_operator: bool) -> AccessRole:
+    """The role of a key that names none, as all keys of earlier versions."""
+    return AccessRole.OPERATOR if is_operator else AccessRole.MEMBER
 
 
 def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
@@ -89,7 +128,11 @@ def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
         raise NotFoundError(
             f"tenant {event.tenant!r} has no API key {event.key!r}: list its keys for their ids"
         )
-    if tenant.is_operator and len(tenant.keys) == 1:
+    if tenant.is_operator and not any(
+        key.role is AccessRole.OPERATOR and not key.expires_at
+        for other, key in tenant.keys.items()
+        if other != digest
+    ):
         raise ConflictError(
             f"API key {event.key!r} is the operator's last: without it nobody could operate the "
             "cluster; rotate it first"
@@ -203,19 +246,29 @@ def check_gpus(state: State, job: Job, workers: int) -> None:
     )
 
 
-def authenticate(state: State, key_digest: str) -> KeyOwner:
-    """The owner of the API key with this digest.
+def authenticate(state: State, key_digest: str, now: float) -> KeyOwner:
+    """The owner of the API key with this digest. A lookup by digest takes no time that depends on
+    how much of the key is right.
 
     Raises:
         AuthenticationError: no tenant has this key, and no job that has not ended.
     """
     for tenant in state.tenants.values():
-        if key_digest in tenant.keys:
-            return KeyOwner(tenant=tenant.tenant, is_operator=tenant.is_operator)
+        key = tenant.keys.get(key_digest)
+        if key is not None and not key.has_expired(now):
+            return KeyOwner(
+                tenant=tenant.tenant,
+                role=key.role,
+                user=key.user,
+                scope=key.scope,
+                expires_at=key.expires_at,
+            )
     for job in state.jobs.values():
         if key_digest in job.keys and not job.state.is_final:
-            return KeyOwner(tenant=job.tenant, job=job.job)
-    raise AuthenticationError("the API key is unknown or was revoked: check PLEXRL_API_KEY")
+            return KeyOwner(tenant=job.tenant, role=AccessRole.JOB, user=job.user, job=job.job)
+    raise AuthenticationError(
+        "the API key is unknown, was revoked or has expired: check PLEXRL_API_KEY"
+    )
 
 
 def _tenant(state: State, name: TenantId) -> Tenant:

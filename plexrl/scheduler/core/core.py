@@ -12,6 +12,7 @@ from plexrl.errors import ConflictError, InvalidRequestError, PlexRLError, is_st
 from plexrl.ids import DeploymentId, JobId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.tenants import (
     api_key_added,
+    api_key_granted,
     api_key_revoked,
     authenticate,
     check_budget,
@@ -125,6 +126,7 @@ class SchedulerCore:
             ev.RouterLost: partial(router_lost, context),
             ev.TenantCreated: partial(tenant_created, context.state),
             ev.ApiKeyAdded: partial(api_key_added, context.state),
+            ev.ApiKeyGranted: partial(api_key_granted, context.state),
             ev.ApiKeyRevoked: partial(api_key_revoked, context.state),
             ev.TenantConfigured: self._tenant_configured,
             ev.NodeDrainChanged: partial(node_drain_changed, context),
@@ -417,9 +419,9 @@ class SchedulerCore:
         """The operations whose payload the job's controller is to send again."""
         return lost_payloads(self._state, self._job(job))
 
-    def authenticate(self, key_digest: str) -> KeyOwner:
+    def authenticate(self, key_digest: str, now: float) -> KeyOwner:
         """The owner of the API key with this digest. Raises `AuthenticationError`."""
-        return authenticate(self._state, key_digest)
+        return authenticate(self._state, key_digest, now)
 
     def list_tenants(self, now: float) -> list[cv.TenantView]:
         """All tenants, with their limits, GPUs and use."""

@@ -1,6 +1,6 @@
 """Snapshots: the core's whole state as bytes, which replaces the events before it.
 
-    {"version": 6, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
+    {"version": 7, "settings": {...}, "state": {...}, "timers": [...], ...}   (msgpack)
 
 Records are encoded by field name, as their annotations say: a new field needs no change here, and a
 missing one gets its default. The rest of `Context` belongs to one call, or is derived from the
@@ -20,9 +20,9 @@ from plexrl.scheduler.state.messages.timers import Timer
 from plexrl.scheduler.state.records import State
 from plexrl.wire.codec import restore_annotations
 
-VERSION = 6
+VERSION = 7
 """Incremented when a change of a record makes older snapshots unreadable."""
-EARLIER = (2, 3, 4, 5)
+EARLIER = (2, 3, 4, 5, 6)
 """Former versions that are still read."""
 
 

@@ -122,7 +122,7 @@ def _start(step: Step, member: Deployment, operation: Operation) -> None:
     member.demand.meter(now)
     operation.seq = member.work.replay.durable_seq + (operation.kind in MUTATING)
     change_operation(operation, OperationTrigger.STARTED)
-    operation.started_at = now
+    operation.started_at, operation.is_stored = now, True
     note_start(member, operation, now)
     # The estimate was of a wait for the group, which this run does not need: it is no error.
     operation.expected_at = operation.expected_within = None

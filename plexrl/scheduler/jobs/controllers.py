@@ -13,6 +13,7 @@ from plexrl.errors import (
     InvalidRequestError,
     JobEndedError,
 )
+from plexrl.ids import JobId
 from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
@@ -21,7 +22,13 @@ from plexrl.scheduler.operations.failures import acknowledge, job_failure, read_
 from plexrl.scheduler.operations.gradients import gradients_to_come
 from plexrl.scheduler.operations.operations import check_saved, enqueue_zero_grad
 from plexrl.scheduler.placement.cluster import Context
-from plexrl.scheduler.rules.lookups import find_deployment, find_job, find_live_job, find_operation
+from plexrl.scheduler.rules.lookups import (
+    find_deployment,
+    find_job,
+    find_live_job,
+    find_operation,
+    unknown_job,
+)
 from plexrl.scheduler.rules.settings import Step
 from plexrl.scheduler.state.machines.wpg_states import WpgState
 from plexrl.scheduler.state.messages import timers
@@ -41,6 +48,8 @@ if TYPE_CHECKING:
 
 JOB_KEYS_MAX = 16
 """Valid keys of one job; a further key takes the place of the oldest."""
+FORK_SETTINGS_MAX = 64
+"""Settings of a fork."""
 DETACHED = "detached"
 """Outcome that detaches the job, so that another controller can attach it."""
 
@@ -76,6 +85,7 @@ def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
         if event.controller and not known.state.is_final:
             take_over(context.step(now), known, event.controller)
         return
+    _check_fork(cluster.state, event)
     check_priority(cluster.state, event.tenant, event.priority)
     check_budget(cluster.holdings, event.tenant, now)
     check_live_jobs(cluster.holdings, cluster.settings, event.tenant)
@@ -97,11 +107,27 @@ def job_submitted(context: Context, event: JobSubmitted, now: float) -> None:
         usual_s=usual_length(context, event.tenant, event.name),
         slo=default_slo if event.slo is None else event.slo,
         controller=event.controller,
+        user=event.user,
         halts_on_failure=event.halts_on_failure,
         quote=event.quote,
+        fork=event.fork,
     )
     cluster.holdings.count_live_job(event.tenant, +1)
     context.effects.wake(now + event.controller_timeout_s, timers.silence(event.job))
+
+
+def _check_fork(state: State, event: JobSubmitted) -> None:
+    """Raises `UnknownJobError` if a fork is of no job of its tenant, `InvalidRequestError` if it
+    says too much."""
+    if event.fork is None:
+        return
+    if find_job(state, JobId(event.fork["job"])).tenant != event.tenant:
+        raise unknown_job(JobId(event.fork["job"]))
+    if event.fork["step"] < 0 or len(event.fork["settings"]) > FORK_SETTINGS_MAX:
+        raise InvalidRequestError(
+            f"a fork is of a step from 0 on and has at most {FORK_SETTINGS_MAX} settings, not of "
+            f"step {event.fork['step']} with {len(event.fork['settings'])}"
+        )
 
 
 def seen(context: Context, job: Job, now: float) -> None:

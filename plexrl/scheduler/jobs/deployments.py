@@ -152,10 +152,10 @@ def _add(context: Context, job: Job, deployment: Deployment) -> None:
 
 def _scheduled(checkpoints: CheckpointSchedule | None) -> dict[str, object]:
     """The settings of a schedule by the names that a user gave them."""
-    every, keep = (
-        (None, None) if checkpoints is None else (checkpoints.every, checkpoints.keep_last)
-    )
-    return {"checkpoint_every": every, "checkpoint_keep": keep}
+    kept: tuple[int | None, ...] = (None, None, None)
+    if checkpoints is not None:
+        kept = (checkpoints.every, checkpoints.keep_last, checkpoints.keep_bytes)
+    return dict(zip(("checkpoint_every", "checkpoint_keep", "checkpoint_bytes"), kept, strict=True))
 
 
 def _check_preemptible(job: Job, event: DeploymentCreated) -> None:

@@ -215,7 +215,8 @@ def send_run(
     """Send a started operation to its workers, and watch its bound. `sources`: of a sync."""
     state, work = step.state, deployment.work
     group = state.groups[deployment.placement.groups[0]]
-    operation.token, operation.group = group.token, group.group
+    operation.token = group.token
+    operation.group, operation.also_on = group.group, deployment.placement.groups[1:]
     command = make_run(group, deployment, operation, sources, replay=replay)
     operation.is_interrupted = False
     work.begin_run(command)
@@ -268,7 +269,7 @@ def start_move(
     change_operation(operation, _STARTED)
     operation.seq = seq
     operation.token = token
-    operation.group = group.group
+    operation.group, operation.also_on = group.group, deployment.placement.groups[1:]
     operation.started_at = now
     # The scheduler made it, so no caller waited.
     operation.queue_s = 0.0

@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable
 
 import msgspec
 
+from plexrl.access import KeyView
 from plexrl.ids import BlobRef, DeploymentId, NodeId, OperationId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.accounting.holdings import Holdings
@@ -27,7 +28,7 @@ from plexrl.scheduler.rules.switch_cost import load_s, offload_s
 from plexrl.scheduler.state.messages.calls import ListOperations
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
-from plexrl.scheduler.state.tenant import Tenant
+from plexrl.scheduler.state.tenant import ApiKey, Tenant
 from plexrl.wire.messages.cluster_views import (
     GroupView,
     NodeView,
@@ -150,6 +151,7 @@ def job_view(situation: Situation, job: Job) -> JobView:
         "job": job.job,
         "tenant": job.tenant,
         "name": job.name,
+        "user": job.user,
         "state": job.state.value,
         "attached": job.attached,
         "reason": job.reason,
@@ -164,6 +166,8 @@ def job_view(situation: Situation, job: Job) -> JobView:
     }
     if job.quote is not None:
         view["quoted"] = quoted_job(job, job.quote)
+    if job.fork is not None:
+        view["fork"] = job.fork
     return view
 
 
@@ -363,6 +367,7 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
             "tenant": job.tenant,
             "job": job.job,
             "name": job.name,
+            "user": job.user,
             "kind": kind.value,
             "operations": row.operations,
             "failed": row.failed,
@@ -376,15 +381,26 @@ def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:
     ]
 
 
+def key_view(digest: str, key: ApiKey) -> KeyView:
+    """One API key of a tenant."""
+    return {
+        "key": key_id(digest),
+        "created_at": key.created_at or None,
+        "role": key.role.value,
+        "user": key.user,
+        "name": key.name,
+        "scope": key.scope.value,
+        "expires_at": key.expires_at or None,
+    }
+
+
 def tenant_view(holdings: Holdings, settings: Settings, tenant: Tenant, now: float) -> TenantView:
     """One tenant: limits, holdings and usage."""
     gpus, jobs = holdings.of(tenant.tenant)
     return {
         "tenant": tenant.tenant,
         "is_operator": tenant.is_operator,
-        "keys": [
-            {"key": key_id(each), "created_at": at or None} for each, at in tenant.keys.items()
-        ],
+        "keys": [key_view(digest, key) for digest, key in tenant.keys.items()],
         **limits_of(tenant),
         "gpus_held": gpus,
         "jobs_running": jobs,

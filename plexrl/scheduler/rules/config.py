@@ -18,6 +18,7 @@ PROCESS_SETTINGS = frozenset(
     {
         *("listen", "journal", "journal_bytes_max", "snapshot_events", "lease_s", "holder"),
         *("operator_key_digest", "tenants", "node_grace_s", "state_dir", "events", "tls"),
+        *("archive_url", "archive_days", "archive_bytes_max"),
     }
 )
 """Settings of the scheduler process. All other settings are the core's: they determine its
@@ -33,6 +34,8 @@ _SECONDS = (0.0, 1e9)
 RANGES: dict[str, tuple[float, float]] = {
     "journal_bytes_max": (1, 1 << 62),
     "snapshot_events": _COUNT,
+    "archive_days": (0.0, 36_500.0),
+    "archive_bytes_max": (1 << 24, 1 << 62),
     "lease_s": (1e-3, 1e6),
     "horizon_slots": (1, 1 << 24),
     "period_tolerance": (0.0, 0.99),
@@ -111,6 +114,13 @@ class SchedulerConfig:
     """Maximum size of an SQLite journal file; None: limited by the disk."""
     snapshot_events: int = 50_000
     """Events between two snapshots; a restart replays at most about as many."""
+    archive_url: str = ""
+    """Where the history is archived: an absolute path, or a prefix of an object store. Empty:
+    nowhere, and what a snapshot replaces is deleted."""
+    archive_days: float = 7.0
+    """How long archived events are kept; 0: nothing is archived."""
+    archive_bytes_max: int = 2 << 30
+    """Maximum bytes of the archive, of which the oldest go first: about 15 million operations."""
     lease_s: float = 10.0
     """Silence of the leader after which a standby takes over: longer than a slow disk or a busy
     machine delays the leader, short compared with client timeouts. Without a standby it has no

@@ -138,7 +138,7 @@ class Service:
     async def _accept_operator_key(self, digest: str) -> None:
         """Accept the configuration's key as the operator's, unless it was revoked."""
         try:
-            self._core.authenticate(digest)
+            self._core.authenticate(digest, self.shell.clock.now())
             return
         except AuthenticationError:
             LOG.info("the configuration names a new operator key")

@@ -76,6 +76,8 @@ from plexrl.wire.messages.overview_views import JournalView
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from plexrl.scheduler.service.journal.history.writer import HistoryWriter
+
 LOG = logging.getLogger(__name__)
 
 QUEUE_MAX = 10_000
@@ -139,6 +141,8 @@ class Shell:
         """Called with the commands of each batch, after the core has handled it."""
         self.event_status: Callable[[], BrokerView] | None = None
         """The connection to the MQTT broker, for operators; None: there is no broker."""
+        self.history: HistoryWriter | None = None
+        """Archives what snapshots replace; it runs beside the shell. None: nothing does."""
         self._journal = journal
         self._position = position
         self._at = clock.now()
@@ -151,6 +155,7 @@ class Shell:
             self.fault_conditions,
             position=snapshot_position,
             events=snapshot_events,
+            history=lambda: self.history,
         )
         self._consistent = asyncio.Event()
         """Cleared while a bug has left the core inconsistent."""

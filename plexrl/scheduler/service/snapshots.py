@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from plexrl.errors import SchedulerFaultError, StorageError
 from plexrl.process.conditions import Conditions
+from plexrl.scheduler.service.journal.history.writer import HistoryWriter
 from plexrl.scheduler.service.journal.journal import Journal
 
 LOG = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class SnapshotWriter:
         *,
         position: int,
         events: int,
+        history: Callable[[], HistoryWriter | None] = lambda: None,
     ) -> None:
         self._dump = dump
         self._journal = journal
@@ -30,6 +32,7 @@ class SnapshotWriter:
         """Position of the last snapshot that was started."""
         self._events = events
         """Events between two snapshots."""
+        self._history = history
         self._task: asyncio.Task[None] | None = None
         self.is_wanted = False
         """Whether to write the next snapshot as soon as possible."""
@@ -91,10 +94,18 @@ class SnapshotWriter:
     async def _write(self, position: int, at: float, body: bytes, *, kept: int) -> None:
         try:
             await asyncio.to_thread(self._journal.write_snapshot, position, at, body)
-            await asyncio.to_thread(self._journal.compact, kept)
+            await asyncio.to_thread(self._journal.compact, kept, self._deletable(position, kept))
         except StorageError as error:
             # No event is lost; the next start only takes longer. The next event and the renewal
             # detect a lost lease.
             LOG.error("no snapshot at event %d: %s", position, error)
         else:
             LOG.info("snapshot at event %d: %d bytes", position, len(body))
+            if (history := self._history()) is not None:
+                history.notify()
+
+    def _deletable(self, position: int, kept: int) -> int | None:
+        """The last event that may be deleted; None: no bound. A full journal is shortened although
+        the archive does not have its events."""
+        history = self._history()
+        return None if history is None or kept == 1 else history.deletable(position)

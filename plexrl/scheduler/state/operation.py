@@ -69,6 +69,10 @@ class Operation:
     """Assigned at the first dispatch, and kept in recoveries."""
     token: FencingToken = FencingToken(0)
     group: GroupId | None = None
+    also_on: tuple[GroupId, ...] = ()
+    """The further groups of its last run, if it had several."""
+    is_stored: bool = False
+    """Its first run was on the stored state, beside the group's holder."""
     started_at: float | None = None
     finished_at: float | None = None
     queue_s: float | None = None
@@ -161,6 +165,8 @@ class Operation:
         self.seq = 0
         self.token = _NO_TOKEN
         self.group = None
+        self.also_on = ()
+        self.is_stored = False
         self.started_at = None
         self.finished_at = None
         self.queue_s = None

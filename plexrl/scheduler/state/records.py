@@ -32,6 +32,7 @@ from plexrl.scheduler.state.machines.job_states import JobState
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.messages import RankPlacement
+from plexrl.wire.messages.run_views import ForkView
 from plexrl.wire.operations import OperationKind
 
 
@@ -225,6 +226,8 @@ class Job:
     named none; None: the cluster's `waiting_part_max`. 0: its deployments share with nobody."""
     controller: str = ""
     """Token of its present controller; empty: none was named."""
+    user: str = ""
+    """Who submitted it; empty: nobody in particular."""
     keys: list[str] = field(default_factory=list)
     """Digests of the API keys of this job alone, oldest first."""
     halts_on_failure: bool = False
@@ -238,6 +241,8 @@ class Job:
     sharing: Sharing = field(default_factory=Sharing)
     quote: JobQuote | None = None
     """What it was told before its submission; None: nothing."""
+    fork: ForkView | None = None
+    """Where it comes from; None: it is no fork."""
 
 
 RATIO_BOUNDS = (0.25, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0, 8.0)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from plexrl.access import AccessRole, KeyScope
 from plexrl.ids import JobId, TenantId
 
 
@@ -10,10 +11,35 @@ class KeyOwner:
     """The owner of an API key."""
 
     tenant: TenantId
-    is_operator: bool = False
+    role: AccessRole = AccessRole.MEMBER
+    user: str = ""
+    """Who answers for what the key does; empty: nobody in particular."""
+    scope: KeyScope = KeyScope.ALL
+    expires_at: float = 0.0
+    """0: never."""
     job: JobId | None = None
     """The job whose OpenAI-compatible endpoints are all that the key opens; None: it is a key of
     the tenant."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ApiKey:
+    """One API key of a tenant; the key itself is stored nowhere."""
+
+    created_at: float = 0.0
+    """0: unknown."""
+    role: AccessRole = AccessRole.MEMBER
+    user: str = ""
+    """Who answers for what it does; empty: nobody in particular."""
+    name: str = ""
+    """What it is for; a key with a name is of a service, not of a person."""
+    scope: KeyScope = KeyScope.ALL
+    expires_at: float = 0.0
+    """0: never."""
+
+    def has_expired(self, now: float) -> bool:
+        """Whether it is not valid any more."""
+        return 0.0 < self.expires_at <= now
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,9 +48,8 @@ class Tenant:
 
     tenant: TenantId
     is_operator: bool
-    keys: dict[str, float] = field(default_factory=dict)
-    """Digest of each valid API key, oldest first, and the time at which it was added; 0:
-    unknown."""
+    keys: dict[str, ApiKey] = field(default_factory=dict)
+    """By digest, oldest first: its API keys that were not revoked."""
     revoked: list[str] = field(default_factory=list)
     """Digests of the keys that were revoked last."""
     weight: float = 1.0

@@ -54,6 +54,7 @@ def retain(
             written_ns=place.written_ns(),
             name=place.name,
             is_pinned=record.keep or place.name in in_use,
+            nbytes=sum(file.nbytes for file in record.files),
         )
         for place, record in root.complete(job)
     ]

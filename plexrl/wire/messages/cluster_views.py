@@ -6,6 +6,7 @@ these types.
 
 from typing import Any, NotRequired, TypedDict
 
+from plexrl.access import KeyView
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -102,6 +103,8 @@ class SharingView(TypedDict):
     tenant: TenantId
     job: JobId
     name: str
+    user: NotRequired[str]
+    """Who submitted the job; empty: nobody in particular, absent: from an earlier version."""
     reserved_gpu_seconds: float
     """GPU time of its groups, counted as if each deployment had been the only member."""
     waited_gpu_seconds: float
@@ -285,6 +288,8 @@ class UsageView(TypedDict):
     tenant: TenantId
     job: JobId
     name: str
+    user: NotRequired[str]
+    """As in `SharingView`."""
     kind: str
     operations: int
     failed: int
@@ -292,38 +297,6 @@ class UsageView(TypedDict):
     gpu_seconds: float
     paced: bool
     """A deployment of the job is paced: its GPUs computed nothing."""
-
-
-class KeyView(TypedDict):
-    """One API key."""
-
-    key: str
-    created_at: float | None
-    """None: unknown."""
-
-
-class UsedKeyView(KeyView):
-    """One API key and its use."""
-
-    last_used_at: float | None
-    """Since the start of the scheduler, to about a minute; None: not used."""
-
-
-class AddedKeyView(TypedDict):
-    """The scheduler has taken an API key."""
-
-    key: str
-    """Its id."""
-
-
-class NewKeyView(TypedDict):
-    """An API key that was just made."""
-
-    tenant: TenantId
-    key: str
-    """Its id."""
-    api_key: str
-    """The key itself, which is shown only once."""
 
 
 class NewTenantView(TypedDict):
@@ -371,16 +344,6 @@ class CheckpointOwnerView(TypedDict):
     checkpoints_max: int | None
     checkpoint_bytes_max: int | None
     jobs: list[JobId]
-
-
-class KeyOwnerView(TypedDict):
-    """The owner of an API key."""
-
-    tenant: TenantId
-    is_operator: bool
-    job: NotRequired[JobId | None]
-    """The job whose OpenAI-compatible endpoints are all that the key opens; None, and absent from
-    schedulers of earlier versions: it is a key of the tenant."""
 
 
 class ModelRootsView(TypedDict):
@@ -455,12 +418,6 @@ class DescribedTenants(TypedDict):
     """Tenants, with their checkpoints."""
 
     tenants: list[DescribedTenantView]
-
-
-class Keys(TypedDict):
-    """API keys of a tenant, oldest first."""
-
-    keys: list[UsedKeyView]
 
 
 class UsageReport(TypedDict):

@@ -30,6 +30,11 @@ SPANS_PER_LANE: Final = 300
 BAND_CELLS: Final = 120
 """Cells in time of each band."""
 QUEUE_PAGE_MAX: Final = 100
+WORK: Final = 0
+SWITCH: Final = 1
+"""A move of state."""
+STORED: Final = 2
+"""A run on stored state, which used no GPU: the group was another member's meanwhile."""
 SEVERAL_JOBS: Final = -1
 """In place of a job's index: a span of several jobs, each too short to be drawn."""
 
@@ -162,8 +167,8 @@ class LaneJobView(TypedDict):
 
 
 Span = tuple[float, float, int, int]
-"""Start and end in seconds after `since`, the job's index in `jobs` or `SEVERAL_JOBS`, and 1 for a
-context switch or 0 for its work."""
+"""Start and end in seconds after `since`, the job's index in `jobs` or `SEVERAL_JOBS`, and `WORK`,
+`SWITCH` or `STORED`."""
 
 
 class LaneView(TypedDict):
@@ -173,6 +178,8 @@ class LaneView(TypedDict):
     gpus: int
     node_type: str
     members: int
+    is_gone: bool
+    """It exists no longer, or the caller has no member in it any more."""
     spans: list[Span]
 
 
@@ -194,8 +201,10 @@ class LanesView(TypedDict):
     until: float
     oldest: float | None
     """Where the history begins: before that nothing is known. None: nothing has run yet."""
+    gaps: list[tuple[float, float]]
+    """Parts of the window of which nothing is known, in seconds after `since`."""
     groups: int
-    """Groups that the caller may see."""
+    """Groups that the caller may see, and that exist or had runs in the window."""
     first: int
     """Index of the first lane's group."""
     jobs: list[LaneJobView]

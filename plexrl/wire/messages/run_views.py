@@ -93,3 +93,14 @@ class QuotedJobView(TypedDict):
     end_s: float | None
     gpu_hours: float
     """Billed so far."""
+
+
+class ForkView(TypedDict):
+    """Where a job comes from."""
+
+    job: str
+    """Id of the job whose checkpoints it began with."""
+    step: int
+    """Optimizer steps in them."""
+    settings: dict[str, str | float | bool]
+    """What its controller does differently, by names of the controller's own."""

@@ -17,7 +17,7 @@ from plexrl.ids import (
     TenantId,
 )
 from plexrl.wire.messages.cluster_views import ErrorView, EtaQualityView
-from plexrl.wire.messages.run_views import QuotedJobView, RunHealthView
+from plexrl.wire.messages.run_views import ForkView, QuotedJobView, RunHealthView
 from plexrl.wire.messages.workers import EngineLoadView, EngineView
 
 
@@ -195,6 +195,8 @@ class JobView(TypedDict):
     job: JobId
     tenant: TenantId
     name: str
+    user: NotRequired[str]
+    """Who submitted it; empty: nobody in particular, absent: from an earlier version."""
     state: str
     attached: bool
     reason: str
@@ -215,6 +217,8 @@ class JobView(TypedDict):
     """Added by the router: what it sees of the run."""
     quoted: NotRequired[QuotedJobView]
     """If it was created with a quote."""
+    fork: NotRequired[ForkView]
+    """If it is a fork of another job."""
 
 
 class CreatedDeploymentView(DeploymentView):

@@ -100,8 +100,11 @@ def _request_write(
 
 
 def _retention(params: CheckpointParams) -> RetentionPolicy | None:
-    if params.keep_last is None and params.keep_every is None:
+    if (params.keep_last, params.keep_every, params.keep_bytes) == (None, None, None):
         return None
     return RetentionPolicy(
-        keep_last=params.keep_last, keep_every=params.keep_every, prefix=params.keep_prefix
+        keep_last=params.keep_last,
+        keep_every=params.keep_every,
+        bytes_max=params.keep_bytes,
+        prefix=params.keep_prefix,
     )

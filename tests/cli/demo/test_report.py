@@ -28,6 +28,7 @@ def job(name: str, start: float, end: float) -> JobResult:
         reward_before=0.25,
         reward_after=0.75,
         rewards=((1, 1.0, 0.5), (2, 2.0, 0.6)),
+        weights=f"{name}0" * 32,
         gpus=frozenset({("n", 0), ("n", 1), ("n", 2 if name == "a" else 3)}),
     )
 

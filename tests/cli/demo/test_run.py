@@ -18,6 +18,10 @@ def test_the_demo_trains_both_jobs_both_ways_with_the_same_rewards(tmp_path: Pat
     assert [job["name"] for job in body["jobs"]] == ["sort", "reverse"]
     assert all(job["steps"] == 4 for job in body["jobs"])
     assert body["same_rewards"] is True
+    assert body["same_weights"] is True
+    assert len({job["weights"] for job in body["shared"]["jobs"]}) == 2
+    assert "identical to each alone" in said.getvalue()
+    assert "/dashboard" in said.getvalue()
     assert body["shared"]["groups"] == 1
     assert body["isolated"]["groups"] == 2
     assert body["shared"]["context_switches"] >= 4

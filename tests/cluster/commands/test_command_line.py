@@ -97,11 +97,14 @@ def commands(scene: Scene) -> list[list[str]]:
         ["usage"],
         ["usage", "--by", "tenant"],
         ["usage", "--by", "kind"],
+        ["usage", "--by", "user"],
+        ["audit", "--limit", "5"],
+        ["keys", "whoami"],
         ["nodes"],
         ["groups"],
         ["tenants", "list"],
-        ["tenants", "keys", TENANT],
-        ["tenants", "rotate", TENANT],
+        ["keys", "list", TENANT],
+        ["keys", "create", TENANT],
         ["tenants", "set", TENANT, "--weight", "2"],
         ["nodes", "undrain", "node0"],
         ["explain", "no-such-job"],
@@ -195,7 +198,7 @@ def test_programs_get_plain_rows_of_equal_columns(scene: Scene) -> None:
         for line in text.splitlines():
             assert not re.search("[\u2500-\u259f\x1b…]", line), f"{command}: {line!r}"
             assert line == line.rstrip() or "help" in command, f"{command}: {line!r}"
-    tables = ("nodes", "groups", "tenants keys " + TENANT, "operations " + scene.job.job)
+    tables = ("nodes", "groups", "keys list " + TENANT, "operations " + scene.job.job)
     for command in (*tables, "checkpoints", f"metrics {scene.job.job}"):
         lines = [line for line in shown[command].splitlines() if line and line[0] not in "#"]
         counts = {len(re.split(" {2,}", line)) for line in lines}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
+from plexrl.access import AccessRole
 from plexrl.errors import PlexRLError, StorageFullError
 from plexrl.router.blobs.directory import DirectoryBlobStore
 from plexrl.router.blobs.store import INLINE_BYTES_MAX
@@ -42,7 +43,7 @@ async def refusal(store: DirectoryBlobStore, client: Body) -> PlexRLError:
     body = LimitedBody(scope, client.receive, 1 << 20, 60.0)
     scope["state"][BODY_KEY] = body
     with pytest.raises(PlexRLError) as caught:
-        async with services.upload(Request(scope, body.receive), Caller("t", is_operator=False)):
+        async with services.upload(Request(scope, body.receive), Caller("t", AccessRole.MEMBER)):
             pass
     return caught.value
 

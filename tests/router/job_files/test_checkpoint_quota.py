@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plexrl.errors import QuotaExceededError, StorageError
+from plexrl.errors import CheckpointExistsError, QuotaExceededError, StorageError
 from plexrl.router.job_files.checkpoint_quota import CheckpointQuota
 from plexrl.statemanager.checkpoint.places.choice import root_at
 
@@ -52,6 +52,19 @@ def test_a_tenant_at_its_bound_saves_no_further_checkpoint(tmp_path: Path) -> No
     assert not is_refused(tmp_path, Owner(), "one"), "it replaces its own"
     assert not is_refused(tmp_path, Owner(checkpoints_max=4))
     assert not is_refused(tmp_path, Owner(is_operator=True))
+
+
+def test_bytes_that_forks_share_count_once(tmp_path: Path) -> None:
+    make(tmp_path, "j/one")
+    assert root_at(tmp_path).use(["j", "k"], None) == (1, BYTES)
+    root_at(tmp_path).place("j", "one").share("k", "base", "r")
+    assert root_at(tmp_path).use(["j", "k"], None) == (2, BYTES)
+    make(tmp_path, "k/two")
+    assert root_at(tmp_path).use(["j", "k"], None) == (3, 2 * BYTES)
+    root_at(tmp_path).place("j", "one").delete("r")
+    assert root_at(tmp_path).use(["j", "k"], None) == (2, 2 * BYTES)
+    with pytest.raises(CheckpointExistsError):
+        root_at(tmp_path).place("k", "two").share("k", "base", "r")
 
 
 @pytest.mark.parametrize("bytes_max", [2 * BYTES, 2 * BYTES + 1])

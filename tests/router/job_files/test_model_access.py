@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from plexrl.access import AccessRole
 from plexrl.errors import InvalidRequestError, NotFoundError, UnknownJobError
 from plexrl.router.job_files.model_access import ModelAccess
 from plexrl.router.services.authentication import Caller
 
-TENANT = Caller("t", is_operator=False)
-OPERATOR = Caller("operator", is_operator=True)
+TENANT = Caller("t", AccessRole.MEMBER)
+OPERATOR = Caller("operator", AccessRole.OPERATOR)
 URL = "s3://bucket/checkpoints"
 
 

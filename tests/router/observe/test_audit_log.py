@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from plexrl.process.folders.rotated_log import FILES, RotatedLog
+from plexrl.router.observe.audit_log import FOLDER, KINDS, read_audit
 from plexrl.router.services.authentication import key_digest
 from plexrl.scheduler.accounting.tenants import key_id
 from tests.router.live_router import OPERATOR_KEY, live_router
@@ -25,16 +26,30 @@ def test_who_did_what_from_where_and_the_answer_are_recorded() -> None:
             tenant.post("/v1/jobs/j/heartbeat")
             assert tenant.delete("/v1/nodes/n").status_code == 403
         assert httpx.post(f"{router.url}/v1/jobs", json={}).status_code == 401
-        file = router.log.parent / "data" / "audit" / "router0.log"
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert file.parent.stat().st_mode & 0o777 == 0o700
-        assert key not in file.read_text()
+        folder = router.log.parent / "data" / "audit"
+        texts = {kind: (folder / f"router0.{kind}.log").read_text() for kind in KINDS}
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert key not in "".join(texts.values())
+        with router.client() as operator:
+            shown = operator.get("/v1/audit", params={"outcome": "refused"}).json()["lines"]
+            assert [line["status"] for line in shown] == [401, 403]
+            filters = ({"tenant": "a"}, {"target": "nodes"}, {"limit": 1}, {"hours": 1e-9})
+            counts = [
+                len(operator.get("/v1/audit", params=each).json()["lines"]) for each in filters
+            ]
+    lines = [json.loads(line) for kind in KINDS for line in texts[kind].splitlines()]
+    assert counts == [2, 1, 1, 0]
     seen = [(each["tenant"], each["method"], each["path"], each["status"]) for each in lines]
     assert seen == [
         ("operator", "POST", "/v1/tenants", 201),
         ("a", "POST", "/v1/jobs", 201),
         ("a", "DELETE", "/v1/nodes/n", 403),
         (None, "POST", "/v1/jobs", 401),
+    ]
+    assert [each["outcome"] for each in lines] == ["done", "done", "refused", "refused"]
+    assert [each["role"] for each in lines] == ["operator", "admin", "admin", None]
+    assert [each["action"] for each in lines] == [
+        *("POST /v1/tenants", "POST /v1/jobs", "DELETE /v1/nodes/{node}", None)
     ]
     assert lines[0]["key"] == key_id(key_digest(OPERATOR_KEY))
     assert {each["from"] for each in lines} == {"127.0.0.1"}
@@ -61,6 +76,48 @@ def test_a_log_that_cannot_be_written_complains_once(
     for _ in range(3):
         log.handle(record("line"))
     assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_a_durable_line_is_in_the_file_or_its_loss_is_an_error(tmp_path: Path) -> None:
+    log = RotatedLog(tmp_path / "log", 4000)
+    log.handle_durably(record("line"))
+    assert (tmp_path / "log").read_text() == "line\n"
+    log.close()
+    log.stream = FullDisk()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="no space"):
+        log.handle_durably(record("line"))
+
+
+def test_lines_of_all_logs_are_read_newest_first_and_broken_ones_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    at = 0
+    for name in ("r.tenants.log.2", "r.tenants.log.1", "r.tenants.log", "s.operators.log"):
+        lines = [json.dumps({"at": f"{at + index:03}"}) for index in range(3)]
+        (folder / name).write_text("\n".join([*lines, '{"at": "00']))
+        at += 3
+    found = [line["at"] for line in read_audit(tmp_path, lambda _: True, 100)]
+    assert found == [f"{index:03}" for index in reversed(range(12))]
+    assert [line["at"] for line in read_audit(tmp_path, lambda line: line["at"] < "007", 2)] == [
+        *("006", "005")
+    ]
+
+
+def test_an_administrative_change_is_not_acknowledged_without_its_line() -> None:
+    with live_router() as router, router.client() as operator:
+        folder = router.log.parent / "data" / "audit"
+        log = folder / "router0.operators.log"
+        operator.post("/v1/tenants", json={"name": "a"}).raise_for_status()
+        # Each line rotates the log, into a folder in its way.
+        log.write_text(" " * (300 << 20))
+        for number in range(1, FILES):
+            (folder / f"{log.name}.{number}").mkdir()
+            (folder / f"{log.name}.{number}" / "in the way").touch()
+        answer = operator.post("/v1/tenants", json={"name": "b"})
+        assert answer.status_code == 503
+        assert "audit log" in answer.json()["error"]["message"]
+        assert "api_key" not in answer.text
+        assert operator.post("/v1/jobs", json={"job": "j", "name": "j"}).status_code == 201
 
 
 class FullDisk(io.StringIO):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from plexrl.access import AccessRole
 from plexrl.errors import UnavailableError
 from plexrl.router.observe import overview as ov
 from plexrl.router.observe.overview import Overviews, RecentAnswers
@@ -51,7 +52,7 @@ def test_figures_without_a_key_are_asked_for_once_in_a_while() -> None:
         assert [(await overviews.of_all())["now"] for _ in range(5)] == [1] * 5
         levels = [dict(await overviews.service_levels()) for _ in range(5)]
         assert levels == [{"now": 2}] * 5
-        operator = Caller("operator", is_operator=True)
+        operator = Caller("operator", AccessRole.OPERATOR)
         assert [(await overviews.shares(operator))["now"] for _ in range(2)] == [3, 3]
 
     asyncio.run(check())

@@ -37,6 +37,7 @@ def taught(
     clip_fraction: float = 0.0,
     rows: int = 32,
     flat_rows: int = 0,
+    sampled_step: int | None = None,
 ) -> Trained:
     return Trained(
         loss=loss,
@@ -45,6 +46,7 @@ def taught(
         flat_rows=flat_rows,
         kl=kl,
         clip_fraction=clip_fraction,
+        sampled_step=sampled_step,
     )
 
 
@@ -203,6 +205,17 @@ def test_end_tokens_of_a_model_are_also_those_that_its_generation_config_lacks()
 
 def test_the_divergence_is_not_judged_before_the_trainers_step_is_known() -> None:
     assert codes(drawn(trainer_step=7), taught(kl=0.02)) == []
+
+
+def test_a_batch_is_judged_by_its_own_weights_not_by_those_of_the_newest_samples() -> None:
+    stepped_twice = (Stepped(grad_norm=1.0, trainer_step=2), drawn(trainer_step=2))
+    assert codes(*stepped_twice, taught(kl=0.02)) == ["kl_same_weights"]
+    assert codes(*stepped_twice, taught(kl=0.02, sampled_step=1)) == []
+    newer = (*stepped_twice, drawn(trainer_step=1))
+    assert codes(*newer, taught(kl=0.02, sampled_step=2)) == ["kl_same_weights"]
+    # The samples of the batch came by another router.
+    unseen = Stepped(grad_norm=1.0, trainer_step=2)
+    assert codes(unseen, taught(kl=0.2, sampled_step=1)) == ["kl_older_weights"]
 
 
 def test_a_critic_counts_for_numbers_that_are_not_finite_alone() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from plexrl.access import OPERATORS, AccessRole
 from plexrl.errors import AuthenticationError, UnavailableError
 from plexrl.router.execution.scheduler_link import SchedulerLink
 from plexrl.router.server.refused_keys import RefusedKeys
@@ -111,5 +112,7 @@ def test_a_reply_from_before_a_revocation_is_not_cached(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_reads_the_callers_scope_from_the_claim() -> None:
-    for caller in (Caller("a", is_operator=False), Caller("operator", is_operator=True)):
+    for role in AccessRole:
+        caller = Caller("a", role)
+        assert caller.sees_all == (role in OPERATORS)
         assert take_scope({**caller.claim, "job": "j"}) == (caller.scope, {"job": "j"})

@@ -3,6 +3,7 @@
 import pytest
 
 from plexrl import errors
+from plexrl.access import AccessRole
 from plexrl.router.http.routes.operations import held_reason
 from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
@@ -41,7 +42,7 @@ def test_other_errors_are_unchanged() -> None:
 
 def test_only_the_operator_sees_which_disk_is_full() -> None:
     held = f"the disk of {SECRET} is full"
-    assert SECRET in held_reason(held, Caller("operator", is_operator=True))
-    shown = held_reason(held, Caller("t", is_operator=False))
+    assert SECRET in held_reason(held, Caller("operator", AccessRole.OPERATOR))
+    shown = held_reason(held, Caller("t", AccessRole.MEMBER))
     assert "waits for the cluster's storage" in shown
     assert SECRET not in shown

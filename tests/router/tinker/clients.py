@@ -12,6 +12,7 @@ import torch
 from tinker import types
 
 import plexrl
+from plexrl.cluster.embedded.start import EmbeddedCluster
 from plexrl.model.text.tokenizer import char_tokenizer_json
 from plexrl.worker.models import build_model
 
@@ -49,6 +50,17 @@ class Tenant:
         """A client of plain HTTP."""
         headers = {"X-API-Key": self.key, "Authorization": f"Bearer {self.key[4:]}"}
         return httpx.Client(base_url=f"{self.url}{api}", headers=headers, timeout=60)
+
+
+def add_tenant(cluster: EmbeddedCluster, roots: Path, url: str) -> Tenant:
+    """A tenant that may load the models below `roots` and reaches the cluster at `url`."""
+    headers = {"Authorization": f"Bearer {cluster.api_key}"}
+    operator_url = cluster.url.split(",")[0]
+    with httpx.Client(base_url=operator_url, headers=headers, timeout=60) as operator:
+        key = operator.post("/v1/tenants", json={"name": "lab"}).json()["api_key"]
+        settings = {"model_roots": [str(roots)]}
+        operator.patch("/v1/tenants/lab", json=settings).raise_for_status()
+    return Tenant(url=url, key=f"tml-{key}")
 
 
 def datum(row: Sequence[int], **inputs: Any) -> types.Datum:

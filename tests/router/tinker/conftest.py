@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from plexrl.cluster.embedded.start import EmbeddedCluster, start_embedded
 
 if TYPE_CHECKING:
     from tests.router.tinker.clients import Tenant
+    from tests.router.tinker.load_balancer import LoadBalancer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,11 +53,31 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluste
 @pytest.fixture(scope="session")
 def tenant(cluster: EmbeddedCluster, roots: Path) -> "Tenant":
     """A tenant that may load the models."""
-    from tests.router.tinker.clients import Tenant
+    from tests.router.tinker.clients import add_tenant
 
-    headers = {"Authorization": f"Bearer {cluster.api_key}"}
-    with httpx.Client(base_url=cluster.url, headers=headers, timeout=60) as operator:
-        key = operator.post("/v1/tenants", json={"name": "lab"}).json()["api_key"]
-        settings = {"model_roots": [str(roots)]}
-        operator.patch("/v1/tenants/lab", json=settings).raise_for_status()
-    return Tenant(url=cluster.url, key=f"tml-{key}")
+    return add_tenant(cluster, roots, cluster.url)
+
+
+@pytest.fixture(scope="module")
+def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCluster]:
+    """A cluster with two routers."""
+    running = start_embedded(tmp_path_factory.mktemp("routers"), virtual_gpus=4, routers=2)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def balancer(routers: EmbeddedCluster) -> "Iterator[tuple[str, LoadBalancer]]":
+    """Its load balancer, which gives each request to the next router, and the URL of that."""
+    from tests.router.tinker.load_balancer import balanced
+
+    with balanced(routers.url.split(",")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def lab(routers: EmbeddedCluster, balancer: "tuple[str, LoadBalancer]", roots: Path) -> "Tenant":
+    """A tenant whose requests go through the load balancer."""
+    from tests.router.tinker.clients import add_tenant
+
+    return add_tenant(routers, roots, balancer[0])

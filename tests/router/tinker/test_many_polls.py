@@ -42,7 +42,8 @@ async def submit(http: httpx.AsyncClient, sampler: str, number: int) -> None:
         "seq_id": number,
         "prompt": prompt,
         "num_samples": 1,
-        "sampling_params": {"max_tokens": 3000},
+        # Without an end token, so that few samples end while polls are counted.
+        "sampling_params": {"max_tokens": 3000, "stop": []},
     }
     (await http.post("/asample", json=body)).raise_for_status()
 
@@ -67,22 +68,54 @@ async def finish(http: httpx.AsyncClient, session: str) -> None:
 
 
 async def poll(http: httpx.AsyncClient, sampler: str, clone: int, answers: list[int]) -> None:
-    """Polls as the SDK does: at once after an answer, a second later after an error."""
+    """Polls as the SDK does: at once after an answer, a second later after an error. Notes the
+    statuses of answers that tell of no sample that has ended."""
     target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+    cursor = 0
     while True:
+        asked = {"target": target, "prev_cursor": cursor}
         try:
-            response = await http.post("/retrieve_futures", json={"target": target})
+            response = await http.post("/retrieve_futures", json=asked)
         except httpx.TransportError:
             await asyncio.sleep(1.0)
             continue
-        answers.append(response.status_code)
         if response.status_code != 200:
+            answers.append(response.status_code)
             await asyncio.sleep(1.0)
+            continue
+        told = response.json()
+        cursor = told["cursor"]
+        if not any(each.get("response_payload_uncompressed_size") for each in told["completions"]):
+            answers.append(200)
+
+
+async def lost(http: httpx.AsyncClient, sampler: str) -> int:
+    """Samples of a sampler that no router knows."""
+    names = [
+        f"{sampler}:{clone * CLONE + number}" for clone in range(CLONES) for number in range(EACH)
+    ]
+    gate = asyncio.Semaphore(50)
+
+    async def is_lost(name: str) -> bool:
+        async with gate:
+            answer = await http.post("/cancel_future", json={"request_id": name})
+            return answer.status_code == 404
+
+    return sum(await asyncio.gather(*map(is_lost, names)))
+
+
+@pytest.fixture(params=["one router", "two routers"])
+def served(request: pytest.FixtureRequest) -> tuple[EmbeddedCluster, Tenant]:
+    """A cluster, and a tenant of it; two routers have a load balancer before them."""
+    names = ("cluster", "tenant") if request.param == "one router" else ("routers", "lab")
+    cluster, tenant = (request.getfixturevalue(name) for name in names)
+    return cluster, tenant
 
 
 def test_2000_open_samples_outlive_a_killed_router_with_a_poll_for_each_sampler(
-    cluster: EmbeddedCluster, tenant: Tenant, roots: Path
+    served: tuple[EmbeddedCluster, Tenant], roots: Path
 ) -> None:
+    cluster, tenant = served
     shutil.copytree(roots / "tiny", roots / "second", dirs_exist_ok=True)
 
     async def main() -> dict[tuple[str, int], list[int]]:
@@ -115,6 +148,7 @@ def test_2000_open_samples_outlive_a_killed_router_with_a_poll_for_each_sampler(
             for each in (beating, *polls):
                 each.cancel()
             await asyncio.gather(beating, *polls, return_exceptions=True)
+            assert [await lost(http, sampler) for sampler in samplers] == [0, 0]
             await finish(http, session)
             return seen
 

@@ -10,24 +10,23 @@ import pytest
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.records import (
     FutureRecord,
+    HeardRecord,
     ModelRecord,
     RecordFile,
     SessionRecord,
     WeightsRecord,
 )
-from plexrl.router.tinker.sessions import GONE_S, Sessions
+from plexrl.router.tinker.sessions import FINISHED_KEPT_S, GONE_S, Sessions
 
 
-def sweep(records: RecordFile, now: float) -> None:
-    """A round of a router that has started at time 0 and heard of no client."""
+def make_router(records: RecordFile) -> Sessions:
+    """The sessions of a router; without saved weights, a sweep asks nothing of its services."""
+    return Sessions(cast("Any", None), ClusterApi(cast("Any", None)), records)
 
-    async def main() -> None:
-        api = ClusterApi(cast("Any", None))
-        # Without saved weights, the sweep asks nothing of the router's services.
-        await Sessions(cast("Any", None), api, records).sweep(0.0, now, time.time())
-        await api.close()
 
-    asyncio.run(main())
+def sweep(router: Sessions, now: float, later_s: float = 0.0) -> None:
+    """A round `later_s` seconds after now by the clock of records."""
+    asyncio.run(router.sweep(now, time.time() + later_s))
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
@@ -42,9 +41,29 @@ def test_a_client_that_is_gone_leaves_its_saved_weights_only(
     records.put(FutureRecord(id="m:1", session="s", kind="optim_step"))
     if has_weights:
         records.put(WeightsRecord(id="w", session="s", model="m", checkpoint="c"))
-    sweep(records, GONE_S - 1)
+    router = make_router(records)
+    for now in (0.0, GONE_S - 1):
+        sweep(router, now)
     assert records.all(FutureRecord)
-    sweep(records, GONE_S + 1)
+    sweep(router, GONE_S + 1)
     assert not records.all(FutureRecord)
+    assert records.all(SessionRecord), "it is listed for a day"
+    sweep(router, GONE_S + 1, FINISHED_KEPT_S + 1)
     assert len(records.all(SessionRecord)) == len(records.all(ModelRecord)) == has_weights
+    records.close()
+
+
+def test_a_client_that_another_router_hears_is_not_gone(tmp_path: Path) -> None:
+    records = RecordFile(tmp_path / "tinker.sqlite")
+    records.put(SessionRecord(id="s", session="s", tenant="t"))
+    router = make_router(records)
+    for now in (0.0, GONE_S - 1):
+        sweep(router, now)
+    # A clock that was set back does not make the sign of life an old one.
+    records.put(HeardRecord(id="s", session="s", made_at=1.0))
+    for now in (GONE_S + 1, 2 * GONE_S):
+        sweep(router, now)
+    assert not records.all(SessionRecord)[0].is_finished
+    sweep(router, 2 * GONE_S + 2)
+    assert records.all(SessionRecord)[0].is_finished
     records.close()

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from plexrl.errors import InvalidRequestError, NotFoundError
+from plexrl.ids import JobId
+from plexrl.scheduler.queries.overview.runs import history_since
+from plexrl.wire.rpc import Peer
 from tests.scheduler.live_service import (
     OPERATOR,
     Plain,
@@ -88,5 +91,48 @@ def test_others_are_answered_while_a_long_answer_is_made(tmp_path: Path) -> None
                 note("short", asyncio.ensure_future(short)),
             )
             assert ended == ["short", "page"]
+
+    run_live(run)
+
+
+def test_lanes_reach_back_to_the_archive_when_memory_has_forgotten(tmp_path: Path) -> None:
+    async def finish(router: Peer, params: Plain) -> None:
+        done = {name: params["command"][name] for name in ("operation", "token")}
+        await router.call("operation_finished", {**done, "compute_s": 0.1})
+
+    launches: asyncio.Queue[Plain] = asyncio.Queue()
+
+    async def launch(_: Peer, params: Plain) -> None:
+        launches.put_nowait(params["command"])
+
+    async def run() -> None:
+        changes = {"history": 4, "snapshot_events": 8, "archive_url": str(tmp_path / "history")}
+        async with live(tmp_path, **changes) as clients:
+            router = await clients.router("r", {"run": finish})
+            agent = await clients.agent("n", {"launch": launch})
+            await router.call("submit_job", job_of("a", "j"))
+            await router.call("create_deployment", deployment_of(A, "j"))
+            await launches.get()
+            ready = {"deployment": "j/actor", "incarnation": 1, "address": "x", "rank": 0}
+            await agent.call("worker_ready", ready)
+            for number in range(40):
+                await router.call("submit_operation", barrier_of(A, "j/actor", f"o{number}"))
+                await router.call(
+                    "wait_operation", {**A, "operation": f"o{number}", "timeout_s": 9.0}
+                )
+            shell = clients.service.shell
+            began = shell.core.cluster.state.jobs[JobId("j")].submitted_at
+            since = history_since(shell.core.cluster.state)
+            assert since is not None
+            window = {"seconds": 3600.0}
+            while True:
+                view = await router.call("read_lanes", {**OPERATOR, **window})
+                if view["oldest"] < since - (since - began) / 3:
+                    break
+            (lane,) = view["lanes"]
+            assert lane["is_gone"] is False
+            assert lane["spans"][0][0] + view["since"] < since
+            assert view["gaps"][0][0] == 0.0
+            assert (await router.call("read_lanes", {**B, **window}))["lanes"] == []
 
     run_live(run)

@@ -20,7 +20,7 @@ from plexrl.errors import (
 from plexrl.ids import OperationId
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.service.connections.links import RouterLinks
-from plexrl.scheduler.service.journal.journal import Entry
+from plexrl.scheduler.service.journal.journal import Entry, Row
 from plexrl.scheduler.service.journal.leadership import keep_lead
 from plexrl.scheduler.service.shell import Clock, Shell
 from plexrl.scheduler.state.messages import events as ev
@@ -72,8 +72,11 @@ class SlowJournal:
     def snapshot(self, before: int | None = None) -> tuple[int, float, bytes] | None:
         raise NotImplementedError
 
-    def compact(self, kept_snapshots: int = 2) -> None:
-        del kept_snapshots
+    def rows(self, after: int, count: int) -> list[Row]:
+        raise NotImplementedError
+
+    def compact(self, kept_snapshots: int = 2, upto: int | None = None) -> None:
+        del kept_snapshots, upto
         assert self.snapshots
 
     def close(self) -> None:

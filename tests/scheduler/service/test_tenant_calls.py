@@ -1,10 +1,12 @@
 """API keys: a tenant may have several, and no router accepts a revoked one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plexrl import errors
+from plexrl.access import OPERATORS, AccessRole, KeyScope
 from plexrl.scheduler.accounting.tenants import KEYS_MAX, key_id
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.jobs.controllers import JOB_KEYS_MAX
@@ -27,10 +29,65 @@ def cluster_with_a_tenant() -> FakeCluster:
 
 def is_valid(cluster: FakeCluster, key: str) -> bool:
     try:
-        cluster.core.authenticate(key)
+        cluster.core.authenticate(key, cluster.now)
     except errors.AuthenticationError:
         return False
     return True
+
+
+def grant(cluster: FakeCluster, key: str, role: AccessRole, **fields: Any) -> None:
+    tenant = "operator" if role in OPERATORS else "t"
+    fields = {"tenant": tenant, "key_digest": digest(key), "role": role, **fields}
+    cluster.send(ev.ApiKeyGranted(**fields))
+
+
+def test_a_key_has_its_role_user_and_scope_until_it_expires() -> None:
+    cluster = cluster_with_a_tenant()
+    ends = cluster.now + 60.0
+    fields: Plain = {"user": "ada", "scope": KeyScope.READ, "expires_at": ends}
+    for role in (AccessRole.VIEWER, AccessRole.ADMIN):
+        grant(cluster, role, role, name="ci", **fields)
+        owner = KeyOwner(tenant="operator" if role in OPERATORS else "t", role=role, **fields)
+        assert cluster.core.authenticate(digest(role), cluster.now) == owner
+    (_, shown) = keys_of(cluster, "t")
+    assert shown == {
+        "key": key_id(digest("admin")),
+        "created_at": cluster.now,
+        "role": "admin",
+        "name": "ci",
+        **fields,
+    }
+    cluster.now = ends
+    assert not is_valid(cluster, digest("admin"))
+    grant(cluster, "next", AccessRole.MEMBER)
+    assert [key["role"] for key in keys_of(cluster, "t")] == ["member"] * 2, "the expired one goes"
+
+
+def test_a_key_of_another_kind_of_tenant_or_of_the_past_is_refused() -> None:
+    cluster = cluster_with_a_tenant()
+    before = cluster.core.dump()
+    for tenant, role in (("t", AccessRole.OPERATOR), ("t", AccessRole.VIEWER), ("t", "job")):
+        with pytest.raises(errors.InvalidRequestError, match="admin or member"):
+            grant(cluster, "x", AccessRole(role), tenant=tenant)
+    with pytest.raises(errors.InvalidRequestError, match="operator or viewer"):
+        grant(cluster, "x", AccessRole.ADMIN, tenant="operator")
+    with pytest.raises(errors.InvalidRequestError, match="expired already"):
+        grant(cluster, "x", AccessRole.MEMBER, expires_at=cluster.now)
+    with pytest.raises(errors.NotFoundError):
+        grant(cluster, "x", AccessRole.MEMBER, tenant="nobody")
+    assert cluster.core.dump() == before
+
+
+def test_the_last_key_of_an_operator_that_does_not_expire_is_kept() -> None:
+    cluster = cluster_with_a_tenant()
+    grant(cluster, "seen", AccessRole.VIEWER)
+    grant(cluster, "for now", AccessRole.OPERATOR, expires_at=cluster.now + 5.0)
+    root = ev.ApiKeyRevoked(tenant="operator", key=key_id(digest("root")))
+    with pytest.raises(errors.ConflictError, match="rotate it first"):
+        cluster.send(root)
+    grant(cluster, "next", AccessRole.OPERATOR)
+    cluster.send(root)
+    assert not is_valid(cluster, digest("root"))
 
 
 def keys_of(cluster: FakeCluster, name: str) -> list[Plain]:
@@ -42,7 +99,8 @@ def test_a_new_key_is_valid_at_once_and_the_old_one_until_it_is_revoked() -> Non
     cluster = cluster_with_a_tenant()
     cluster.now += 5.0
     cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
-    assert cluster.core.authenticate(OLD) == cluster.core.authenticate(NEW) == KeyOwner(tenant="t")
+    for key in (OLD, NEW):
+        assert cluster.core.authenticate(key, cluster.now) == KeyOwner(tenant="t")
     assert [each["key"] for each in keys_of(cluster, "t")] == [key_id(OLD), key_id(NEW)]
     assert [each["created_at"] for each in keys_of(cluster, "t")] == [1000.0, 1005.0]
     for _ in range(2):
@@ -77,9 +135,9 @@ def test_keys_survive_a_snapshot() -> None:
     cluster.send(ev.ApiKeyAdded(tenant="t", key_digest=NEW))
     cluster.send(ev.ApiKeyRevoked(tenant="t", key=key_id(NEW)))
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
-    assert restored.authenticate(OLD) == KeyOwner(tenant="t")
+    assert restored.authenticate(OLD, cluster.now) == KeyOwner(tenant="t")
     with pytest.raises(errors.AuthenticationError):
-        restored.authenticate(NEW)
+        restored.authenticate(NEW, cluster.now)
 
 
 def test_a_jobs_newest_keys_are_valid_until_it_ends() -> None:
@@ -89,10 +147,11 @@ def test_a_jobs_newest_keys_are_valid_until_it_ends() -> None:
     for key in (OLD, NEW):
         cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(f"job-{key}")))
     cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(f"job-{NEW}")))
-    owner = KeyOwner(tenant="t", job="j")
+    owner = KeyOwner(tenant="t", role=AccessRole.JOB, job="j")
     restored = SchedulerCore.restore(cluster.config, cluster.core.dump())
     for core in (cluster.core, restored):
-        assert [core.authenticate(digest(f"job-{key}")) for key in (OLD, NEW)] == [owner] * 2
+        for key in (OLD, NEW):
+            assert core.authenticate(digest(f"job-{key}"), cluster.now) == owner
     for number in range(JOB_KEYS_MAX - 1):
         cluster.send(ev.JobKeyAdded(job="j", key_digest=digest(str(number))))
     assert not is_valid(cluster, digest(f"job-{OLD}"))

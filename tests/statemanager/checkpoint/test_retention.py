@@ -1,5 +1,7 @@
 """Which checkpoints a policy lets go."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,16 @@ POLICIES = st.builds(
 
 def named(*steps: int) -> list[CheckpointAge]:
     return [CheckpointAge(step=step, written_ns=0, name=f"c{step}") for step in steps]
+
+
+def test_the_oldest_beyond_the_bytes_go_and_the_newest_stays() -> None:
+    ages = [replace(age, nbytes=10) for age in named(1, 2, 3, 4)]
+    assert [age.name for age in deletable(ages, RetentionPolicy(bytes_max=25))] == ["c1", "c2"]
+    policy = RetentionPolicy(keep_last=3, bytes_max=1)
+    assert [age.name for age in deletable(ages, policy)] == ["c1", "c2", "c3"]
+    pinned = [replace(ages[0], is_pinned=True), *ages[1:]]
+    assert [age.name for age in deletable(pinned, RetentionPolicy(bytes_max=25))] == ["c2", "c3"]
+    assert deletable(ages, RetentionPolicy(bytes_max=40)) == ()
 
 
 def test_the_newest_and_every_so_many_steps_are_kept() -> None:

@@ -35,6 +35,7 @@ REMEDIES: Final[dict[str, str]] = {
     "storage_full": "free space on the disk of the data directory: `plexrl checkpoints list JOB` "
     "shows what `plexrl checkpoints delete JOB NAME` may delete",
     "journal_full": "free space on the disk of the journal, or raise its quota",
+    "history_behind": "see to the disk or object store of `archive_url`; nothing else waits for it",
     "journal_unavailable": "see to the database of the journal, and to its disk",
     "operation_overdue": "`plexrl logs JOB`; its workers are replaced without your help",
     "workers_restarting": "`plexrl logs JOB` has the reason; `plexrl cancel JOB` if it cannot work",

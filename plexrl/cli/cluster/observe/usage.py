@@ -1,4 +1,4 @@
-"""`plexrl usage`: GPU-hours, operations and tokens by tenant, job or kind."""
+"""`plexrl usage`: GPU-hours, operations and tokens by tenant, user, job or kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +29,15 @@ class By(StrEnum):
     TENANT = "tenant"
     JOB = "job"
     KIND = "kind"
+    USER = "user"
 
 
-KEYS = {By.TENANT: ("tenant",), By.JOB: ("tenant", "job", "name"), By.KIND: ("kind",)}
+KEYS = {
+    By.TENANT: ("tenant",),
+    By.JOB: ("tenant", "job", "name"),
+    By.KIND: ("kind",),
+    By.USER: ("tenant", "user"),
+}
 """Key columns of each kind of sum."""
 
 
@@ -173,7 +179,7 @@ def add_up(usage: Sequence[UsageView], by: By) -> list[UsageSum]:
 
 
 def _key(view: UsageView | SharingView, by: By) -> tuple[str, ...]:
-    return tuple(str(view.get(name)) for name in KEYS[by])
+    return tuple(str(view.get(name, "")) for name in KEYS[by])
 
 
 def _total(rows: Sequence[UsageSum], by: By) -> UsageSum:

@@ -155,6 +155,16 @@ class Durability:
     """Limits of the journal and the scheduler's lease."""
 
     journal_bytes_max: Annotated[int | None, typer.Option(help="Largest journal in bytes.")] = None
+    archive_url: Annotated[
+        str | None,
+        typer.Option(help="Folder or URL of the history's archive; absent: in the data directory."),
+    ] = None
+    archive_days: Annotated[
+        float | None, typer.Option(help="Days that the history is kept; 0: it is not archived.")
+    ] = None
+    archive_bytes_max: Annotated[
+        int | None, typer.Option(help="Largest archive in bytes; the oldest goes first.")
+    ] = None
     lease_s: Annotated[
         float | None,
         typer.Option(help="Seconds without renewal after which a standby scheduler takes over."),

@@ -32,12 +32,12 @@ class OverviewStreams:
     ) -> AsyncIterator[bytes]:
         """The events for one reader. Raises `OverloadedError`: too many streams are open."""
         own = self._open[caller.scope]
-        if own >= (self._most if caller.is_operator else OF_TENANT_MAX):
+        if own >= (self._most if caller.sees_all else OF_TENANT_MAX):
             raise OverloadedError(
                 f"{own} pages follow this router already: close some, or read /v1/overview",
                 retry_after_s=self._period_s,
             )
-        if not caller.is_operator and self._open.total() - self._open[None] >= self._most:
+        if not caller.sees_all and self._open.total() - self._open[None] >= self._most:
             raise OverloadedError(
                 "tenants follow this router with as many pages as it serves: read /v1/overview",
                 retry_after_s=self._period_s,
@@ -58,7 +58,7 @@ class OverviewStreams:
                     yield named_event("error", error.to_wire())
                     return
                 except PlexRLError as error:
-                    shown = error if caller.is_operator else public_error(error)
+                    shown = error if caller.sees_all else public_error(error)
                     yield named_event("error", shown.to_wire())
                 await self._wait(services)
         finally:

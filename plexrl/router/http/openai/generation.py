@@ -177,7 +177,7 @@ class OpenAIGeneration:
                 yield part
             yield DONE
         except PlexRLError as error:
-            shown = error if self.caller.is_operator else public_error(error)
+            shown = error if self.caller.sees_all else public_error(error)
             yield event(error_body(shown))
 
     async def _chunks(self) -> AsyncIterator[bytes]:

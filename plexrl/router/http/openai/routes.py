@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from plexrl.access import AccessRole
 from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from plexrl.router.http.routes.deployments import texts_of
 from plexrl.router.http.routes.streams import SERVER_SENT, STREAM_HEADERS
 from plexrl.router.job_files.record_store import JobKey
 from plexrl.router.services.authentication import Caller, key_digest
+from plexrl.router.services.guarded_route import GuardedRoute
 from plexrl.router.services.services import RouterServices, Services
 from plexrl.wire import scheduler_methods as m
 from plexrl.wire.operations import SamplingParams
@@ -47,7 +49,7 @@ TRAJECTORY = f"{DEPLOYMENT}/trajectories/{{trajectory}}"
 
 _ENDPOINT = re.compile(r"/v1/jobs/[^/]+/deployments/[^/]+/openai(/.*)?")
 
-ROUTES = APIRouter(prefix="/v1/jobs", tags=["openai"])
+ROUTES = APIRouter(prefix="/v1/jobs", tags=["openai"], route_class=GuardedRoute)
 
 
 def is_endpoint(path: str) -> bool:
@@ -305,7 +307,8 @@ async def _load_tokenizer(
         if caller.job is not None:
             # With an operator's job, its key reads the model that the operator has named.
             view = await services.scheduler.call(m.CHECKPOINT_OWNER, {"tenant": caller.tenant})
-            owner = replace(caller, is_operator=bool(view["is_operator"]))
+            role = AccessRole.OPERATOR if view["is_operator"] else AccessRole.MEMBER
+            owner = replace(caller, role=role)
         await services.model_access.check(spec.model.path, owner)
     loop = asyncio.get_running_loop()
     files = await loop.run_in_executor(services.threads, texts_of, spec.model)

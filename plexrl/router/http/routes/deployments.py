@@ -277,7 +277,11 @@ def _asked(
         "checkpoints": (
             None
             if body.checkpoint_every is None
-            else {"every": body.checkpoint_every, "keep_last": body.checkpoint_keep}
+            else {
+                "every": body.checkpoint_every,
+                "keep_last": body.checkpoint_keep,
+                "keep_bytes": body.checkpoint_bytes,
+            }
         ),
         "trace": None if body.trace is None else body.trace.model_dump(),
     }

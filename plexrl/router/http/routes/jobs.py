@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict
 
 from plexrl.errors import (
     CheckpointNotFoundError,
@@ -39,6 +40,16 @@ from plexrl.wire.parameter_checks import check_identifier
 
 CONTROLLER = "controller"
 
+
+class ShareRequest(BaseModel):
+    """The job that gets a checkpoint, and its name there."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job: str
+    name: str
+
+
 ROUTES = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ViewRoute)
 
 
@@ -58,6 +69,7 @@ async def submit(request: Request, services: Services, body: JobRequest) -> JobV
     limits = {} if isinstance(warnings, bool) else check_limits(warnings)
     fields["tenant"] = body.tenant or caller.tenant
     fields["controller"] = caller.controller
+    fields["user"] = caller.user if fields["tenant"] == caller.tenant else ""
     view = await services.scheduler.call(m.SUBMIT_JOB, fields)
     if warnings is not True:
         await services.run_watch.begin(job_key(view), on=warnings is not False, limits=limits)
@@ -212,9 +224,8 @@ async def logs(
     if not services.runs_max or deployment not in (None, CONTROLLER):
         return found
     caller = await services.caller(request)
-    tenant = None if caller.is_operator else caller.tenant
     kept = RunRecords(services.data_dir / FOLDER)
-    text = await asyncio.to_thread(kept.log_for, tenant, job, lines)
+    text = await asyncio.to_thread(kept.log_for, caller.scope, job, lines)
     if not text:
         return found
     own: LogView = {"deployment": CONTROLLER, "node": "head", "rank": 0, "text": text}
@@ -271,6 +282,24 @@ async def checkpoint_file(
         headers={"content-length": str(stop - start)},
         media_type="application/octet-stream",
     )
+
+
+@ROUTES.post(
+    "/{job}/checkpoints/{name}/share",
+    status_code=204,
+    summary="Give a checkpoint to another job of the tenant, without a copy",
+)
+async def share_checkpoint(
+    request: Request, services: Services, job: str, name: str, body: ShareRequest
+) -> None:
+    """A repeated request changes nothing. The bytes stay until both jobs have deleted it, and count
+    once in the tenant's quota."""
+    caller = await services.caller(request)
+    source = await services.scheduler.call(m.GET_JOB, {"job": job, **caller.rights})
+    fork = await services.scheduler.call(m.GET_JOB, {"job": body.job, **caller.claim})
+    if source["tenant"] != fork["tenant"]:
+        raise PermissionDeniedError("a checkpoint is shared between jobs of one tenant")
+    await services.checkpoint_quota.share(job, name, body.job, body.name)
 
 
 @ROUTES.delete("/{job}/checkpoints/{name}", status_code=204, summary="Delete a checkpoint")

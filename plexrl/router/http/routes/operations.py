@@ -215,9 +215,9 @@ def held_explanation(reason: str) -> ExplanationView:
 
 
 def held_reason(unstored: str, caller: Caller) -> str:
-    """Why a result is not available yet. Only the operator sees where it is stored."""
+    """Why a result is not available yet. Only operators see where it is stored."""
     reason = "the operation has run; its result waits for the cluster's storage"
-    return f"{reason}: {unstored}" if caller.is_operator else reason
+    return f"{reason}: {unstored}" if caller.sees_all else reason
 
 
 def _in_slices(parts: Sequence[Body]) -> Response:

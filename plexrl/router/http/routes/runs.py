@@ -58,7 +58,7 @@ async def own(request: Request, services: RouterServices, run: str) -> RunView:
     """A run of the caller. Raises `NotFoundError`."""
     caller = await services.caller(request)
     view = await asyncio.to_thread(records(services).view, run)
-    if not caller.is_operator and view["tenant"] != caller.tenant:
+    if caller.scope not in (None, view["tenant"]):
         raise NotFoundError(f"there is no run {run!r}: plexrl runs lists yours")
     return view
 
@@ -88,6 +88,7 @@ async def start(request: Request, services: Services, body: RunRequest) -> RunVi
     spec = RunSpec(
         run=f"run-{secrets.token_hex(5)}",
         tenant=caller.tenant,
+        user=caller.user,
         script=body.script,
         files=files,
         arguments=tuple(body.arguments),
@@ -105,8 +106,7 @@ async def start(request: Request, services: Services, body: RunRequest) -> RunVi
 async def list_runs(request: Request, services: Services) -> Runs:
     """For the operator those of all tenants. Oldest first."""
     caller = await services.caller(request)
-    tenant = None if caller.is_operator else caller.tenant
-    return {"runs": await asyncio.to_thread(_views, records(services), tenant)}
+    return {"runs": await asyncio.to_thread(_views, records(services), caller.scope)}
 
 
 @ROUTES.get("/{run}", summary="One run")

@@ -8,6 +8,7 @@ from fastapi.responses import StreamingResponse
 
 from plexrl.router.http.streams.events import StreamEvent, json_line, read_cursor, server_sent
 from plexrl.router.http.streams.token_reader import TokenReader
+from plexrl.router.services.guarded_route import GuardedRoute
 from plexrl.router.services.services import RouterServices, Services
 
 SERVER_SENT = "text/event-stream"
@@ -15,7 +16,7 @@ JSON_LINES = "application/x-ndjson"
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Without the second one nginx buffers events."""
 
-ROUTES = APIRouter(prefix="/v1", tags=["operations"])
+ROUTES = APIRouter(prefix="/v1", tags=["operations"], route_class=GuardedRoute)
 
 
 @ROUTES.get(

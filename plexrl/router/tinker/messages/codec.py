@@ -65,11 +65,12 @@ entries, which have the same bytes, and enumerations are integers. A message wit
 refused wherever it has a value."""
 
 
-def _factory() -> Mapping[str, type[Message]]:
-    file = descriptor_pb2.FileDescriptorProto(name="plexrl_tinker.proto", package="plexrl.tinker")
+def message_classes(package: str, messages: Mapping[str, str]) -> Mapping[str, type[Message]]:
+    """Classes of protobuf messages, whose fields are written as in `MESSAGES`."""
+    file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package)
     file.syntax = "proto3"
     kinds = descriptor_pb2.FieldDescriptorProto
-    for name, fields in MESSAGES.items():
+    for name, fields in messages.items():
         message = file.message_type.add(name=name)
         for field in fields.split():
             label, number, kind = field.split(":")
@@ -77,17 +78,17 @@ def _factory() -> Mapping[str, type[Message]]:
             kind = kind.removesuffix("*")
             added = message.field.add(name=label, number=int(number))
             added.label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
-            if kind in MESSAGES:
-                added.type, added.type_name = kinds.TYPE_MESSAGE, f".plexrl.tinker.{kind}"
+            if kind in messages:
+                added.type, added.type_name = kinds.TYPE_MESSAGE, f".{package}.{kind}"
             else:
                 added.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found = pool.FindFileByName(file.name).message_types_by_name
-    return {name: message_factory.GetMessageClass(found[name]) for name in MESSAGES}
+    return {name: message_factory.GetMessageClass(found[name]) for name in messages}
 
 
-_CLASSES = _factory()
+_CLASSES = message_classes("plexrl.tinker", MESSAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

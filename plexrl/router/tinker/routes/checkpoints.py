@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from plexrl.errors import InvalidRequestError
 from plexrl.router.tinker.messages.requests import PathName, Ttl
 from plexrl.router.tinker.records import ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, Limit, Offset, TinkerClient
+from plexrl.router.tinker.routes.client import Client, Limit, Offset, TinkerClient, TinkerRoute
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 REFUSED = {
     "save_weights_external": "save_state, and job.download_checkpoint of PlexRL's SDK",

@@ -10,6 +10,7 @@ from plexrl.errors import JobEndedError, NotFoundError, OverloadedError, Payload
 from plexrl.limits import RECORDS_MAX
 from plexrl.router.server.request_limits import BODY_KEY, LimitedBody
 from plexrl.router.services.authentication import Caller
+from plexrl.router.services.guarded_route import GuardedRoute
 from plexrl.router.tinker.messages.codec import JsonRequest
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, SessionRecord
 from plexrl.router.tinker.sessions import Sessions
@@ -24,6 +25,12 @@ JSON_BYTES_MAX = 8 << 20
 SMALL_BYTES = 64 << 10
 """Bodies up to this size are admitted always."""
 JsonT = TypeVar("JsonT", bound=JsonRequest)
+
+
+class TinkerRoute(GuardedRoute):
+    """A route of the Tinker API."""
+
+    prefix = "/api/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from plexrl.router.tinker.completions import HOLD_S, Completion
 from plexrl.router.tinker.messages.batches import sample_request
 from plexrl.router.tinker.messages.requests import AsampleRequest, CreateSampler, FutureNames
 from plexrl.router.tinker.records import FutureRecord, RolloutRecord, SamplerRecord
-from plexrl.router.tinker.routes.client import TinkerClient
+from plexrl.router.tinker.routes.client import TinkerClient, TinkerRoute
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 
 
 @ROUTES.post("/create_sampling_session")

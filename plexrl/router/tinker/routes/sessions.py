@@ -18,9 +18,9 @@ from plexrl.router.tinker.messages.requests import (
     SessionName,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, SamplerRecord, SessionRecord
-from plexrl.router.tinker.routes.client import Limit, Offset, TinkerClient
+from plexrl.router.tinker.routes.client import Limit, Offset, TinkerClient, TinkerRoute
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 NOTICE = (
     "PlexRL: LoRA adapters are in attention and MLP layers; train_unembed adds none. What works, "
     "differs or is refused stands in docs/tinker.md."

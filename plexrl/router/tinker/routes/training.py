@@ -10,7 +10,6 @@ from fastapi import APIRouter
 
 from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.router.services.error_responses import RETRIABLE
-from plexrl.router.tinker.futures import PendingRequest
 from plexrl.router.tinker.messages.batches import check_loss, train_request, weights_of_forward
 from plexrl.router.tinker.messages.codec import read_train_batch
 from plexrl.router.tinker.messages.requests import (
@@ -22,17 +21,13 @@ from plexrl.router.tinker.messages.requests import (
     SaveWeights,
 )
 from plexrl.router.tinker.records import FutureRecord, ModelRecord, WeightsRecord
-from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient
-from plexrl.router.tinker.sessions import (
-    EPHEMERAL_KEPT,
-    checkpoint_name,
-    ephemeral_prefix,
-    tokenizer_of,
-    without_seed,
-)
+from plexrl.router.tinker.routes.client import Client, JsonT, TinkerClient, TinkerRoute
+from plexrl.router.tinker.sessions import EPHEMERAL_KEPT, ephemeral_prefix, without_seed
+from plexrl.router.tinker.training_queue import PendingRequest
+from plexrl.statemanager.checkpoint.folder import is_name
 from plexrl.wire.tensors import Arrays
 
-ROUTES = APIRouter()
+ROUTES = APIRouter(route_class=TinkerRoute)
 Made = Callable[[ModelRecord], Awaitable[PendingRequest]]
 
 
@@ -57,7 +52,7 @@ async def get_info(client: TinkerClient) -> dict[str, Any]:
         "model_name": model.base_model,
         "model_data": {
             "model_name": model.base_model,
-            "tokenizer_id": tokenizer_of(model.base_model, model.folder),
+            "tokenizer_id": _tokenizer_of(model.base_model, model.folder),
         },
         "is_lora": model.lora is not None,
         "lora_rank": None if model.lora is None else model.lora["rank"],
@@ -105,7 +100,7 @@ async def save_weights(client: TinkerClient) -> dict[str, Any]:
     asked = await _read(client, SaveWeights)
 
     async def make(model: ModelRecord) -> PendingRequest:
-        name = checkpoint_name(model, "weights", asked.path)
+        name = _checkpoint_name(model, "weights", asked.path)
         record = _weights(
             model, "weights", asked.path, name, asked.ttl_seconds, asked.user_metadata
         )
@@ -127,7 +122,7 @@ async def save_for_sampler(client: TinkerClient) -> dict[str, Any]:
     async def make(model: ModelRecord) -> PendingRequest:
         kept: dict[str, Any]
         if asked.path is not None:
-            name = checkpoint_name(model, "sampler", asked.path)
+            name = _checkpoint_name(model, "sampler", asked.path)
             record = _weights(
                 model, "sampler_weights", asked.path, name, asked.ttl_seconds, asked.user_metadata
             )
@@ -248,7 +243,8 @@ async def _read(client: Client, kind: type[JsonT]) -> JsonT:
             numbered = msgspec.json.decode(body, type=_Number)
         except msgspec.DecodeError:
             raise error from None
-        client.sessions.futures.refuse(client.model(numbered.model_id), numbered.seq_id, error)
+        model = client.model(numbered.model_id)
+        client.sessions.futures.queue.refuse(client.key, model, numbered.seq_id, error)
         raise
 
 
@@ -273,18 +269,20 @@ async def _submit(client: Client, model_id: str, seq: int, make: Made) -> dict[s
     """Submit a model's request in the order of its numbers. One that is refused uses its number,
     and the poll of its future says why: the SDK sends the first part of a batch only after the
     answers to all others, so that it must have these."""
-    model = client.model(model_id)
-    if client.sessions.futures.is_known(model, seq):
-        return {"request_id": f"{model.id}:{seq}", "model_id": model.id}
+    model, queue = client.model(model_id), client.sessions.futures.queue
+    answer = {"request_id": f"{model.id}:{seq}", "model_id": model.id}
+    if queue.is_known(model.id, seq):
+        queue.advance(client.key, model.id)
+        return answer
     try:
         pending = await make(model)
     except RETRIABLE:
         raise
     except PlexRLError as error:
-        client.sessions.futures.refuse(model, seq, error)
-        return {"request_id": f"{model.id}:{seq}", "model_id": model.id}
-    request = await client.sessions.futures.train(model, seq, pending)
-    return {"request_id": request, "model_id": model.id}
+        queue.refuse(client.key, model, seq, error)
+    else:
+        await queue.accept(model, seq, pending)
+    return answer
 
 
 def _future(model: ModelRecord, seq: int, kind: str, kept: dict[str, Any]) -> FutureRecord:
@@ -315,3 +313,25 @@ def _weights(
 def _saves(record: WeightsRecord, answer: dict[str, Any], overwrites: bool) -> dict[str, Any]:
     kept = msgspec.to_builtins(record)
     return {"answer": answer, "weights_record": kept, "overwrites": overwrites}
+
+
+def _checkpoint_name(model: ModelRecord, kind: str, name: str) -> str:
+    """Name of a model's checkpoint in its job.
+
+    Raises:
+        InvalidRequestError: the client's name cannot name a checkpoint.
+    """
+    found = f"{model.id.rpartition(':')[2]}.{kind}.{name}"
+    if not is_name(found) or name.startswith("step-"):
+        raise InvalidRequestError(
+            f"{name!r} cannot name saved weights: use up to 80 letters, digits, '.', '_' and '-', "
+            "and begin with another word than 'step-'",
+            parameter="name",
+        )
+    return found
+
+
+def _tokenizer_of(name: str, folder: str) -> str:
+    """What the SDK loads a base model's tokenizer by: a name of the form `org/name` is one of the
+    Hugging Face hub, any other is the directory, which the client must be able to read."""
+    return name if name.count("/") == 1 and not name.startswith("/") else folder

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from plexrl.process.conditions import Condition, ConditionView
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.operations.deadlines.overdue import OverdueView, overdue_view
@@ -24,6 +26,7 @@ def find_conditions(shell: Shell) -> list[ConditionView]:
     return [
         *shell.outage.conditions.view(),
         *shell.fault_conditions.view(),
+        *_history(shell),
         *_held(core),
         *_foreign_memory(core),
         *_overdue(core, now),
@@ -48,6 +51,11 @@ def _condition(
         texts.append(f"and {len(found) - NAMED_MAX} more")
     since = min(since for _, since in found)
     return [{"code": code, "message": message.format("; ".join(texts)), "since": since}]
+
+
+def _history(shell: Shell) -> list[ConditionView]:
+    found = None if shell.history is None else shell.history.condition()
+    return [] if found is None else [msgspec.to_builtins(found)]
 
 
 def _held(core: SchedulerCore) -> list[ConditionView]:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, PlexRLError
 from plexrl.ids import JobId
 from plexrl.scheduler.accounting.sharing import sharing_view
 from plexrl.scheduler.core.core import SchedulerCore
@@ -30,6 +30,8 @@ from plexrl.wire import scheduler_methods as m
 from plexrl.wire.messages import cluster_views as cv
 from plexrl.wire.messages import overview_views as ov
 
+ARCHIVE_S: Final = 10.0
+"""Longest wait for the archive; lanes show what it would have told as unknown."""
 JOBS_PER_STEP: Final = 2000
 """A step over so many jobs takes about a millisecond."""
 
@@ -77,8 +79,21 @@ class OverviewCalls:
         until = self._now() - call.until_s
         window = until - call.seconds, until
         reader = LanesReader(self._core.cluster, scope, window, call.first)
+        await self._add_earlier(reader, scope)
         await self._read(reader.steps(lambda: self._core.cluster))
-        return reader.view(self._core.cluster)
+        return reader.view()
+
+    async def _add_earlier(self, reader: LanesReader, scope: Scope) -> None:
+        """Add what the archive has of the window, if it does not answer late: lanes do without."""
+        history, window = self._shell.history, reader.earlier
+        if history is None or window is None:
+            return
+        try:
+            async with asyncio.timeout(ARCHIVE_S):
+                found = await history.runs(*window, reader.pixel_s, scope)
+        except (TimeoutError, PlexRLError):
+            return
+        await self._read(reader.add_earlier(found.runs, found.covered))
 
     async def _queue(self, scope: Scope, call: calls.ReadQueue) -> ov.QueueView:
         if call.which not in LISTS:

@@ -180,8 +180,10 @@ class RouterCalls:
                 expected_s=call.expected_s,
                 slo=call.slo,
                 controller=call.controller,
+                user=call.user,
                 halts_on_failure=True,
                 quote=call.quote,
+                fork=call.fork,
             )
         )
         return self._core.job_view(call.job, self._now())

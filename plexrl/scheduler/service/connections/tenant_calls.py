@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from plexrl import access
+from plexrl.access import AccessRole
 from plexrl.errors import (
     ConflictError,
     InvalidRequestError,
@@ -32,7 +34,8 @@ Keep = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class TenantCalls:
-    """Calls about tenants and their API keys. All except `authenticate` are for operators only."""
+    """Calls about tenants and their API keys. An operator makes them, and for its own tenant's keys
+    an admin."""
 
     def __init__(self, shell: Shell, keep: Keep) -> None:
         self._shell = shell
@@ -46,7 +49,8 @@ class TenantCalls:
                 calls.on_request(m.CREATE_TENANT, calls.CreateTenant, self._create),
                 calls.on_request(m.CONFIGURE_TENANT, calls.ConfigureTenant, self._configure),
                 calls.on_request(m.LIST_TENANTS, calls.Nothing, self._list),
-                calls.on_request(m.LIST_KEYS, calls.OneTenant, self._list_keys),
+                calls.on_request(m.GET_TENANT, calls.ManagedTenant, self._get),
+                calls.on_request(m.LIST_KEYS, calls.ManagedTenant, self._list_keys),
                 calls.on_request(m.ADD_KEY, calls.AddKey, self._add_key),
                 calls.on_request(m.REVOKE_KEY, calls.RevokeKey, self._revoke_key),
             )
@@ -62,11 +66,20 @@ class TenantCalls:
             )
         )
 
-    async def _authenticate(self, call: calls.Authenticate) -> cv.KeyOwnerView:
-        owner = self._core.authenticate(call.key_digest)
+    async def _authenticate(self, call: calls.Authenticate) -> access.KeyOwnerView:
+        now = self._now()
+        owner = self._core.authenticate(call.key_digest, now)
         if owner.job is None:
-            self._shell.keys_used_at[key_id(call.key_digest)] = self._now()
-        return {"tenant": owner.tenant, "is_operator": owner.is_operator, "job": owner.job}
+            self._shell.keys_used_at[key_id(call.key_digest)] = now
+        return {
+            "tenant": owner.tenant,
+            "is_operator": owner.role is AccessRole.OPERATOR,
+            "job": owner.job,
+            "role": owner.role.value,
+            "user": owner.user,
+            "scope": owner.scope.value,
+            "valid_s": owner.expires_at - now if owner.expires_at else None,
+        }
 
     async def _checkpoint_owner(self, call: calls.CheckpointOwner) -> cv.CheckpointOwnerView:
         """The tenant of a job's checkpoints, and its checkpoint limits."""
@@ -91,7 +104,9 @@ class TenantCalls:
         check_operator(scope)
         if call.name in self._core.tenants():
             raise ConflictError(f"tenant {call.name!r} exists already: choose another name")
-        await self._shell.request(ev.TenantCreated(tenant=call.name, key_digest=call.key_digest))
+        await self._shell.request(
+            ev.TenantCreated(tenant=call.name, key_digest=call.key_digest, is_admin=True)
+        )
         return {}
 
     async def _list(self, scope: Scope, _: calls.Nothing) -> cv.Tenants:
@@ -106,20 +121,38 @@ class TenantCalls:
         await self._shell.request(msgspec.convert(wanted, ev.TenantConfigured))
         return self._tenant(call.name)
 
-    async def _list_keys(self, scope: Scope, call: calls.OneTenant) -> cv.Keys:
-        check_operator(scope)
+    async def _get(self, scope: Scope, call: calls.ManagedTenant) -> cv.TenantView:
+        check_manager(scope, call)
+        return self._tenant(call.name)
+
+    async def _list_keys(self, scope: Scope, call: calls.ManagedTenant) -> access.Keys:
+        check_manager(scope, call)
         used_at = self._shell.keys_used_at
         keys = self._tenant(call.name)["keys"]
         return {"keys": [{**key, "last_used_at": used_at.get(key["key"])} for key in keys]}
 
-    async def _add_key(self, scope: Scope, call: calls.AddKey) -> cv.AddedKeyView:
-        check_operator(scope)
-        await self._shell.request(ev.ApiKeyAdded(tenant=call.name, key_digest=call.key_digest))
+    async def _add_key(self, scope: Scope, call: calls.AddKey) -> access.AddedKeyView:
+        check_manager(scope, call)
+        role = call.role
+        if role is None:
+            is_operator = self._tenant(call.name)["is_operator"]
+            role = AccessRole.OPERATOR if is_operator else AccessRole.MEMBER
+        await self._shell.request(
+            ev.ApiKeyGranted(
+                tenant=call.name,
+                key_digest=call.key_digest,
+                role=role,
+                user=call.user,
+                name=call.key_name,
+                scope=call.scope,
+                expires_at=self._now() + call.valid_s if call.valid_s > 0.0 else 0.0,
+            )
+        )
         return {"key": key_id(call.key_digest)}
 
     async def _revoke_key(self, scope: Scope, call: calls.RevokeKey) -> cv.EmptyView:
         """Answers once no router accepts the key any more."""
-        check_operator(scope)
+        check_manager(scope, call)
         # Shielded: if the caller disconnects, all routers must still be notified.
         await asyncio.shield(self._keep(self._revoke(call)))
         return {}
@@ -132,7 +165,7 @@ class TenantCalls:
         for view in self._core.list_tenants(self._now()):
             if view["tenant"] == name:
                 return view
-        raise NotFoundError(f"there is no tenant {name!r}: create it first")
+        raise _no_such_tenant(name)
 
     def _now(self) -> float:
         return self._shell.clock.now()
@@ -142,3 +175,18 @@ def check_operator(scope: Scope) -> None:
     """Refuse a tenant's call. Raises `PermissionDeniedError`."""
     if scope is not None:
         raise PermissionDeniedError("only an operator may do this")
+
+
+def check_manager(scope: Scope, call: calls.ManagedTenant) -> None:
+    """Refuse a call that is neither an operator's nor one of the tenant's own admin, who cannot
+    learn which other tenants there are. Raises `PermissionDeniedError`, `NotFoundError`."""
+    if scope is None:
+        return
+    if not call.by_admin:
+        raise PermissionDeniedError("only an operator or an admin of the tenant may do this")
+    if scope != call.name:
+        raise _no_such_tenant(call.name)
+
+
+def _no_such_tenant(name: TenantId) -> NotFoundError:
+    return NotFoundError(f"there is no tenant {name!r}: create it first")

@@ -22,6 +22,7 @@ from plexrl.errors import (
 )
 from plexrl.process.folders.disk_errors import AWAY
 from plexrl.process.folders.durable_files import make_folders_durably
+from plexrl.scheduler.service.journal.journal import Row
 
 SQLITE_BUSY_S = 5.0
 """How long a transaction waits for that of another process."""
@@ -62,9 +63,6 @@ POSTGRES_CONNECT: dict[str, Any] = {
         "-c lock_timeout=5000 -c idle_in_transaction_session_timeout=5000 -c synchronous_commit=on"
     ),
 }
-
-Row = tuple[int, float, str]
-"""(position, time, body) of an event."""
 
 
 class Database(Protocol):

@@ -15,6 +15,9 @@ from typing import Protocol
 
 from plexrl.scheduler.state.messages.events import Event
 
+Row = tuple[int, float, str]
+"""(position, time, event as JSON) of a stored event."""
+
 Entry = tuple[Event, float]
 """(event, time of acceptance in seconds)."""
 
@@ -60,6 +63,11 @@ class Journal(Protocol):
         """(position, event, time) of every stored event after position `after`, oldest first."""
         ...
 
+    def rows(self, after: int, count: int) -> list[Row]:
+        """At most `count` stored events after position `after`, oldest first, as they are
+        stored."""
+        ...
+
     def write_snapshot(self, position: int, at: float, body: bytes) -> None:
         """Store `body`, the state after the event at `position`. It may exceed the journal's size
         limit. Raises as `append`."""
@@ -72,9 +80,10 @@ class Journal(Protocol):
         """
         ...
 
-    def compact(self, kept_snapshots: int = 2) -> None:
+    def compact(self, kept_snapshots: int = 2, upto: int | None = None) -> None:
         """Keep the newest `kept_snapshots` snapshots, and delete older ones and the events before
-        all of them. With two, a damaged newest snapshot loses nothing. Raises as `append`."""
+        all of them. With two, a damaged newest snapshot loses nothing. `upto`: no event after it
+        is deleted; None: any may be. Raises as `append`."""
         ...
 
     def skip_step(self, position: int, step: str, error: str) -> None:

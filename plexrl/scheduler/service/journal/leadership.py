@@ -34,6 +34,7 @@ from plexrl.process.garbage_collection import freeze_existing_objects
 from plexrl.scheduler.queries.event_records import prefetch_hints
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.holding_server import HoldingServer
+from plexrl.scheduler.service.journal.history.writer import history_writer
 from plexrl.scheduler.service.journal.journal import Journal
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
@@ -313,6 +314,9 @@ async def _serve(
     )
     freeze_existing_objects()
     service = Service(config, shell, listeners, lambda: lead.confirmed_at)
+    shell.history = history_writer(config, journal, lambda: shell.core, restored.position)
+    if shell.history is not None:
+        service.keep(shell.history.run())
     async with publishing(_publisher(config, shell)):
         await service.run(ready, stop, holding)
     await shell.save()

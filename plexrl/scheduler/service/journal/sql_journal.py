@@ -26,7 +26,7 @@ from plexrl.errors import (
     StorageError,
 )
 from plexrl.scheduler.service.journal.database import open_database, translate
-from plexrl.scheduler.service.journal.journal import Entry
+from plexrl.scheduler.service.journal.journal import Entry, Row
 from plexrl.scheduler.service.journal.schema import (
     EVENTS,
     LEASE,
@@ -150,15 +150,8 @@ class SqlJournal:
         Raises:
             StorageError: an event cannot be decoded.
         """
-        page = (
-            sa.select(EVENTS)
-            .where(EVENTS.c.position > sa.bindparam("after"))
-            .order_by(EVENTS.c.position)
-            .limit(READ_PAGE)
-        )
         while True:
-            with self._transaction() as connection:
-                rows = connection.execute(page, {"after": after}).all()
+            rows = self.rows(after, READ_PAGE)
             for position, at, body in rows:
                 try:
                     event = CODEC.decode(body)
@@ -171,7 +164,19 @@ class SqlJournal:
                 yield position, event, at
             if len(rows) < READ_PAGE:
                 return
-            after = rows[-1].position
+            after = rows[-1][0]
+
+    def rows(self, after: int, count: int) -> list[Row]:
+        """Some stored events, oldest first."""
+        page = (
+            sa.select(EVENTS)
+            .where(EVENTS.c.position > after)
+            .order_by(EVENTS.c.position)
+            .limit(count)
+        )
+        with self._transaction() as connection:
+            found = connection.execute(page).all()
+        return [(row.position, row.at, row.body) for row in found]
 
     def write_snapshot(self, position: int, at: float, body: bytes) -> None:
         """Store a snapshot. Raises as `Journal.append`."""
@@ -205,7 +210,7 @@ class SqlJournal:
             LOG.error("the snapshot at event %d is damaged; trying the previous one", row.position)
             before = row.position
 
-    def compact(self, kept_snapshots: int = 2) -> None:
+    def compact(self, kept_snapshots: int = 2, upto: int | None = None) -> None:
         """Delete what the newest snapshots make unnecessary. Raises as `Journal.append`."""
         newest = (
             sa.select(SNAPSHOTS.c.position)
@@ -220,10 +225,11 @@ class SqlJournal:
                 first = connection.execute(oldest).scalar()
                 if len(kept) < kept_snapshots:
                     return
-                last = kept[-1] if first is None else min(kept[-1], first + COMPACT_PAGE)
+                end = kept[-1] if upto is None else min(kept[-1], upto)
+                last = end if first is None else min(end, first + COMPACT_PAGE)
                 connection.execute(sa.delete(EVENTS).where(EVENTS.c.position <= last))
                 connection.execute(sa.delete(SNAPSHOTS).where(SNAPSHOTS.c.position < kept[-1]))
-            if last == kept[-1]:
+            if last == end:
                 return
 
     def skip_step(self, position: int, step: str, error: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from plexrl.access import AccessRole, KeyScope
 from plexrl.errors import InvalidRequestError, from_wire
 from plexrl.ids import BlobRef, DeploymentId, JobId, OperationId, TenantId
 from plexrl.scheduler.state.demand.job_quote import JobQuote
@@ -23,6 +24,7 @@ from plexrl.scheduler.state.messages.events import (
     OperationFinished,
 )
 from plexrl.scheduler.state.operation import error_view
+from plexrl.wire.messages.run_views import ForkView
 from plexrl.wire.scheduler_methods import Method
 
 Parameters = dict[str, object]
@@ -91,18 +93,32 @@ class OneTenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddKey:
-    """One more API key of a tenant."""
+class ManagedTenant(OneTenant):
+    """A call about a tenant that an admin of the tenant may make as well."""
 
-    name: TenantId
-    key_digest: str
+    by_admin: bool = False
+    """An admin of the tenant that the call is for makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeKey:
+class AddKey(ManagedTenant):
+    """One more API key of a tenant."""
+
+    key_digest: str
+    role: AccessRole | None = None
+    """None: an operator's, or a member's."""
+    user: str = ""
+    key_name: str = ""
+    """What the key is for."""
+    scope: KeyScope = KeyScope.ALL
+    valid_s: float = 0.0
+    """Seconds until it expires; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeKey(ManagedTenant):
     """Revoke a tenant's API key, which is named by its id."""
 
-    name: TenantId
     key: str
 
 
@@ -119,7 +135,10 @@ class SubmitJob:
     expected_s: float = 0.0
     slo: float | None = None
     controller: str = ""
+    user: str = ""
+    """Who submits it."""
     quote: JobQuote | None = None
+    fork: ForkView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

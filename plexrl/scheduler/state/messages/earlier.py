@@ -1,10 +1,10 @@
 """Turns messages and records of data directories that an earlier version wrote into today's.
 
-Until snapshots of format 5, a deployment was one record. Until format 4, errors and settings were
-JSON text in fields `error_json` and `settings_json`. Until format 2, the parameters of an operation
-were text in a field `params_json`, and one type was for the runs of all kinds. Each function
-changes plain values in place, before they are typed; the journal and the snapshots use nothing
-else.
+Until snapshots of format 6, an API key had no role: it was an operator's, or a member's of its
+tenant. Until format 5, a deployment was one record. Until format 4, errors and settings were JSON
+text in fields `error_json` and `settings_json`. Until format 2, the parameters of an operation were
+text in a field `params_json`, and one type was for the runs of all kinds. Each function changes
+plain values in place, before they are typed; the journal and the snapshots use nothing else.
 """
 
 import re
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from plexrl.access import AccessRole
 from plexrl.errors import ExecutionError, PlexRLError, from_wire
 from plexrl.scheduler.state.operation import error_view
 from plexrl.wire.codec import JsonObject
@@ -21,6 +22,8 @@ from plexrl.wire.operations import PARAMS_BY_KIND, OperationKind
 EARLIER_FIELDS = re.compile(rb'"(params|error|settings)_json":')
 """Matches a line of a journal that `upgrade_event` has to change."""
 
+ONE_RECORD = 5
+"""The last format in which a deployment was one record."""
 TEXT_PARAMS = 2
 """The last format of snapshots with parameters as text."""
 ONE_GROUP = 3
@@ -64,10 +67,22 @@ def upgrade_report(params: Mapping[str, object]) -> dict[str, object]:
 
 
 def upgrade_state(state: JsonObject, version: int) -> None:
-    """The state in a snapshot of a format from 2 to 5."""
+    """The state in a snapshot of a format from 2 to 6."""
+    for tenant in state["tenants"].values():
+        _give_roles(tenant)
+    if version > ONE_RECORD:
+        return
     _upgrade_messages(state, version)
     for deployment in state["deployments"].values():
         _divide(deployment)
+
+
+def _give_roles(tenant: JsonObject) -> None:
+    """Nobody gains rights by an upgrade: a tenant's key could not manage keys before."""
+    role = AccessRole.OPERATOR if tenant["is_operator"] else AccessRole.MEMBER
+    tenant["keys"] = {
+        digest: {"created_at": at, "role": role.value} for digest, at in tenant["keys"].items()
+    }
 
 
 def _divide(deployment: JsonObject) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from plexrl.access import AccessRole, KeyScope
 from plexrl.ids import (
     BlobRef,
     DeploymentId,
@@ -55,6 +56,7 @@ from plexrl.wire.messages.reports import (
 from plexrl.wire.messages.reports import (
     WorkerSeen as WorkerSeen,
 )
+from plexrl.wire.messages.run_views import ForkView
 from plexrl.wire.operations import CheckpointSchedule, OperationKind, OperationParams
 
 restore_annotations(DemandTrace)
@@ -88,6 +90,8 @@ class TenantCreated(Event, frozen=True, kw_only=True):
     key_digest: str
     """Hex SHA-256 of the tenant's API key; the key itself is stored nowhere."""
     is_operator: bool = False
+    is_admin: bool = False
+    """The key is one of an admin of the tenant, not of a member."""
 
 
 class ApiKeyAdded(Event, frozen=True, kw_only=True):
@@ -96,6 +100,20 @@ class ApiKeyAdded(Event, frozen=True, kw_only=True):
     tenant: TenantId
     key_digest: str
     """Hex SHA-256 of the key."""
+
+
+class ApiKeyGranted(Event, frozen=True, kw_only=True):
+    """A tenant got an API key with a role, a user, a name, a scope or an end of its own."""
+
+    tenant: TenantId
+    key_digest: str
+    """Hex SHA-256 of the key."""
+    role: AccessRole
+    user: str = ""
+    name: str = ""
+    scope: KeyScope = KeyScope.ALL
+    expires_at: float = 0.0
+    """0: never."""
 
 
 class ApiKeyRevoked(Event, frozen=True, kw_only=True):
@@ -173,11 +191,15 @@ class JobSubmitted(Event, frozen=True, kw_only=True):
     None: the tenant's."""
     controller: str = ""
     """Token of the controller, chosen by the controller; empty: none."""
+    user: str = ""
+    """Who submitted it, for the bill; empty: nobody in particular."""
     halts_on_failure: bool = False
     """A failed mutation halts its deployment until the controller acknowledges it. False in old
     journals."""
     quote: JobQuote | None = None
     """What it was told before; None: it did not ask."""
+    fork: ForkView | None = None
+    """Where it comes from; None: it is no fork."""
 
 
 class ControllerSeen(Event, frozen=True, kw_only=True):
@@ -345,6 +367,7 @@ CODEC: Codec[Event] = Codec(
     RouterLost,
     TenantCreated,
     ApiKeyAdded,
+    ApiKeyGranted,
     ApiKeyRevoked,
     JobKeyAdded,
     JobKeysRevoked,

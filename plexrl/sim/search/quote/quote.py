@@ -73,8 +73,8 @@ def quote(plan: ClusterPlan, *, price: float | None, seeds: int = SEEDS) -> Quot
 
 def estimate(plan: ClusterPlan, *, seeds: int = SEEDS) -> tuple[FutureEnds, ...]:
     """The futures of the asked job alone, one for each seed; raises as `quote`."""
-    way = Way(way="as asked", job=plan.asked)
-    return tuple(_simulate(plan, way, seed) for seed in range(seeds))
+    futures = [future_of(plan, (plan.asked,), seed) for seed in range(seeds)]
+    return tuple(simulate_future(each, plan, has_asked=True, only_asked=True) for each in futures)
 
 
 def _simulate(plan: ClusterPlan, way: Way, seed: int) -> FutureEnds:

@@ -34,8 +34,11 @@ class FutureEnds:
     """The bound came first: `end_s` follows from the cycles until then."""
 
 
-def simulate_future(future: PlannedFuture, plan: ClusterPlan, *, has_asked: bool) -> FutureEnds:
-    """Run a future of `plan` to the end of its last job, or to the bound.
+def simulate_future(
+    future: PlannedFuture, plan: ClusterPlan, *, has_asked: bool, only_asked: bool = False
+) -> FutureEnds:
+    """Run a future of `plan` to the end of its last job (of the asked job, with `only_asked`), or
+    to the bound.
 
     Raises:
         CapacityError: the cluster cannot hold the asked job.
@@ -47,7 +50,8 @@ def simulate_future(future: PlannedFuture, plan: ClusterPlan, *, has_asked: bool
     with rare_collections():
         run.start()
         while run.shell.run(CALLS_PER_CHECK) == CALLS_PER_CHECK and run.shell.events < EVENTS_MAX:
-            pass
+            if only_asked and ASKED in rows:
+                break
     now_s = future.before_s
     found = FutureEnds(ends_s={name: row.end_s - now_s for name, row in rows.items()})
     if has_asked:

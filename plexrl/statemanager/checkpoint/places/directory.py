@@ -77,6 +77,9 @@ class DirectoryPlace:
     def delete(self, node: str) -> None:
         publish.delete(self.path, node)
 
+    def share(self, job: str, name: str, node: str) -> None:
+        publish.share(self.path, self.path.parent.parent / job / name, node)
+
     def files(self) -> list[StoredFile]:
         self.read_record()
         try:
@@ -123,12 +126,13 @@ class DirectoryRoot:
         if not self._folder.exists():
             return 0, 0
         count = nbytes = 0
+        seen: set[tuple[int, int]] = set()
         for job in {entry.name for entry in self._folder.iterdir()}.intersection(jobs):
             for path in (self._folder / job).glob("*"):
                 name = path.name
                 if but is not None and job == but[0] and _is_of(name, but[1]):
                     continue
-                nbytes += _size(path)
+                nbytes += _size(path, seen)
                 count += not name.endswith((".gone", ".old"))
         return count, nbytes
 
@@ -231,13 +235,17 @@ def _is_of(entry: str, name: str) -> bool:
     return entry == name or (entry.startswith(f".{name}.") and entry.endswith(".part"))
 
 
-def _size(path: Path) -> int:
+def _size(path: Path, seen: set[tuple[int, int]]) -> int:
+    """Bytes of the files below `path` that are not `seen` yet; forks share files."""
     nbytes = 0
     for folder, _, files in os.walk(path):
         for file in files:
             try:
-                nbytes += os.lstat(Path(folder) / file).st_size
+                found = os.lstat(Path(folder) / file)
             except FileNotFoundError:
                 # It was deleted or renamed meanwhile.
                 continue
+            if (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                nbytes += found.st_size
     return nbytes

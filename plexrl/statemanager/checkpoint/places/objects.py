@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from plexrl.errors import (
     CheckpointExistsError,
     CorruptStateError,
+    InvalidRequestError,
     PlexRLError,
     StoreUnavailableError,
 )
@@ -143,6 +144,13 @@ class ObjectPlace:
     def delete_attempt(self, attempt: str) -> None:
         """Delete the files of one attempt."""
         self.store.delete(each.key for each in self.store.find(f"{self.key}/{attempt}"))
+
+    def share(self, job: str, name: str, node: str) -> None:
+        del node
+        raise InvalidRequestError(
+            f"checkpoint {self} cannot be shared with {job}/{name}: an object store has no links, "
+            "so forks need checkpoints in a folder"
+        )
 
     def files(self) -> list[StoredFile]:
         prefix = f"{self.key}/{self.read_record().attempt}/"

@@ -175,6 +175,16 @@ class CheckpointPlace(Protocol):
         """
         ...
 
+    def share(self, job: str, name: str, node: str) -> None:
+        """Make this checkpoint the checkpoint `name` of `job`, too, without a copy of its bytes.
+
+        Raises:
+            CheckpointExistsError: the name exists.
+            InvalidRequestError: this place cannot.
+            OSError: the file system refuses, or has no hard links.
+        """
+        ...
+
     def files(self) -> list[StoredFile]:
         """All files of a complete checkpoint, with paths relative to it. Raises as
         `read_record`."""
@@ -206,7 +216,7 @@ class CheckpointRoot(Protocol):
 
     def use(self, jobs: Iterable[str], but: tuple[str, str] | None) -> tuple[int, int]:
         """Number and bytes of the jobs' checkpoints, also of those that are being written, without
-        the checkpoint `but` (job, name). Raises `OSError`."""
+        the checkpoint `but` (job, name). Bytes that several share count once. Raises `OSError`."""
         ...
 
     def capacity_bytes(self) -> int | None:

@@ -125,6 +125,24 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
+def share(source: Path, target: Path, node: str) -> None:
+    """Publish the checkpoint `source` under the name `target` too. Both have the same files, by
+    hard links: files of a published checkpoint never change, and the bytes stay until both are
+    deleted.
+
+    Raises:
+        CheckpointExistsError: the name exists.
+        OSError: the file system failed, or has no hard links.
+    """
+    part = part_of(target, node)
+    begin(part)
+    try:
+        shutil.copytree(source, part, copy_function=os.link, dirs_exist_ok=True)
+        publish(part, target, node, overwrite=False)
+    finally:
+        announce_end(target, node)
+
+
 def sweep(folder: Path, node: str) -> list[Path]:
     """Remove temporary directories of an earlier process of this node; returns their paths."""
     removed = []

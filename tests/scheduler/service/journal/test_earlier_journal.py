@@ -10,11 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from plexrl.access import AccessRole
+from plexrl.errors import AuthenticationError
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.rules.config import with_core_settings
 from plexrl.scheduler.service.journal.recovery import restore
 from plexrl.scheduler.service.journal.sql_journal import SqlJournal
 from plexrl.scheduler.state.messages import events as ev
+from plexrl.scheduler.state.tenant import KeyOwner
 from plexrl.wire.messages import Run
 from plexrl.wire.operations import (
     AdamParams,
@@ -25,10 +28,15 @@ from plexrl.wire.operations import (
     SamplingParams,
 )
 from tests.scheduler.fake_cluster import config
+from tests.scheduler.live_service import digest
 
 FIXTURE = Path(__file__).parent / "earlier_journal.msgpack.zlib"
 SNAPSHOT_5 = Path(__file__).parent / "snapshot_5.msgpack.zlib"
 """A snapshot of format 5 after all events of that journal: deployments had no parts."""
+
+KEYS_6 = Path(__file__).parent / "keys_6.sqlite.zlib"
+"""A journal with a snapshot of format 6: an operator, tenant `t` with the keys `old`, `revoked` and
+`later`, the last one after the snapshot, and job `j` with the key `of-job`. No key had a role."""
 
 
 class Earlier(msgspec.Struct):
@@ -84,6 +92,7 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
     for job in found["jobs"]:
         # Shown since.
         assert job.pop("controller_timeout_s") > 0
+        assert job.pop("user") == ""
         for each in job["deployments"]:
             assert each.pop("pace") == ""
             assert each.pop("tenant") == job["tenant"]
@@ -92,6 +101,33 @@ def test_jobs_and_operations_are_shown_as_before(earlier: Earlier, core: Schedul
             groups = each.pop("groups")
             assert groups == ([] if each["group"] is None else [each["group"]])
     assert found == expected
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_keys_of_an_earlier_version_get_the_roles_that_they_had(
+    tmp_path: Path, *, has_snapshot: bool
+) -> None:
+    path = tmp_path / "journal.db"
+    path.write_bytes(zlib.decompress(KEYS_6.read_bytes()))
+    if not has_snapshot:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("DELETE FROM snapshots")
+            database.commit()
+    with closing(SqlJournal(str(path))) as journal:
+        core = restore(config(), journal).core
+    core.check_invariants()
+    owners = {
+        "operator": KeyOwner(tenant="operator", role=AccessRole.OPERATOR),
+        "old": KeyOwner(tenant="t", role=AccessRole.MEMBER),
+        "later": KeyOwner(tenant="t", role=AccessRole.MEMBER),
+        "of-job": KeyOwner(tenant="t", role=AccessRole.JOB, job="j"),
+    }
+    for key, owner in owners.items():
+        assert core.authenticate(digest(key), 2e9) == owner
+    with pytest.raises(AuthenticationError):
+        core.authenticate(digest("revoked"), 2e9)
+    (view,) = [each for each in core.list_tenants(2e9) if each["tenant"] == "t"]
+    assert [key["created_at"] for key in view["keys"]] == [1001.0, 1006.0]
 
 
 def test_runs_are_sent_again_with_their_parameters(earlier: Earlier, core: SchedulerCore) -> None:

@@ -4,6 +4,10 @@ const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00
 const STEPS_S = [1, 5, 10, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800, 2592000];
 const TICK_PX = 90;
 
+// Kinds of spans besides work: a context switch, and a run on stored state, which used no GPU.
+export const SWITCH = 1;
+export const STORED = 2;
+
 function ink(canvas, name) {
   return getComputedStyle(canvas).getPropertyValue(name).trim();
 }
@@ -31,11 +35,14 @@ export function drawLane(canvas, view, { lane, chosen }) {
   const [context, width, height] = prepare(canvas);
   const scale = width / (view.until - view.since);
   drawUnknown(context, view, scale, height, ink(canvas, "--line"));
-  lane.spans.forEach(([begin, end, at, isSwitch], index) => {
+  lane.spans.forEach(([begin, end, at, kind], index) => {
     const x = begin * scale;
     const wide = Math.max(1, (end - begin) * scale);
     const job = view.jobs[at];
-    if (isSwitch) {
+    if (kind === STORED) {
+      context.fillStyle = job ? look(job.job).colour : ink(canvas, "--others");
+      context.fillRect(x, height - 5, wide, 4);
+    } else if (kind === SWITCH) {
       context.fillStyle = ink(canvas, "--ink");
       context.fillRect(x, height / 2 - 2, wide, 4);
     } else {
@@ -70,18 +77,22 @@ function drawName(context, name, x, wide, height) {
   context.fillText(name, x + 6, height / 2 + 0.5);
 }
 
-// Before the history begins nothing is known: that is hatched, not empty.
+// Where nothing is known it is hatched, not empty: before the history begins, and where some is missing.
 function drawUnknown(context, view, scale, height, colour) {
-  const known = view.oldest === null ? view.until - view.since : Math.max(0, view.oldest - view.since);
-  const wide = known * scale;
-  if (wide < 1) return;
+  const all = [[0, view.until - view.since]];
+  for (const [begin, end] of view.oldest === null ? all : view.gaps) {
+    if ((end - begin) * scale >= 1) hatch(context, begin * scale, end * scale, height, colour);
+  }
+}
+
+function hatch(context, from, to, height, colour) {
   context.save();
   context.beginPath();
-  context.rect(0, 0, wide, height);
+  context.rect(from, 0, to - from, height);
   context.clip();
   context.strokeStyle = colour;
   context.beginPath();
-  for (let at = -height; at < wide; at += 8) {
+  for (let at = from - height; at < to; at += 8) {
     context.moveTo(at, 0);
     context.lineTo(at + height, height);
   }

@@ -2,15 +2,16 @@
 // middle, so that it is known without colour. With more than 64 groups, bands show all of them.
 
 import { clock, duration, jobLink, make, panel } from "../elements.js";
-import { drawAxis, drawBands, drawLane } from "./lane_canvas.js";
+import { STORED, SWITCH, drawAxis, drawBands, drawLane } from "./lane_canvas.js";
 
 const WINDOWS = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"], [86400, "24 h"], [604800, "7 d"]];
 const LEAST_S = 10;
 const MOST_S = 366 * 86400;
 const LANES = 64;
 const REFRESH_S = 5;
+const REFRESH_MOST_S = 60;
 const BAND_HEIGHT = 7;
-const HINT = "Colours, plain or with a pale lower edge, are jobs, a low bar is a context switch, hatching is before the history begins. Point at a span, or move with ← and → along a lane.";
+const HINT = "Colours, plain or with a pale lower edge, are jobs, a low bar is a context switch, a thin bar at the lower edge is work on stored state, beside another job, hatching is where nothing is known. Point at a span, or move with ← and → along a lane.";
 
 export function lanesView(root, page) {
   let seconds = Number(page.params.get("seconds")) || 3600;
@@ -18,6 +19,7 @@ export function lanesView(root, page) {
   let first = page.most ? 0 : Math.max(0, Number(page.params.get("first")) || 0);
   let view = null;
   let asked = 0;
+  let askedAt = 0;
   const controls = make("div", { class: "controls" });
   const spot = make("p", { class: "spot dim", "aria-live": "polite" }, HINT);
   const bands = make("div", { class: "bands" });
@@ -27,10 +29,17 @@ export function lanesView(root, page) {
   resized.observe(body);
   body.addEventListener("keydown", onKey);
   showControls();
-  const stop = page.every(REFRESH_S, refresh);
+  const stop = page.every(REFRESH_S, refreshIfDue);
+
+  // A week changes by a pixel in half an hour, and is read from the archive.
+  function refreshIfDue() {
+    const period = Math.min(REFRESH_MOST_S, seconds / 1000);
+    return Date.now() - askedAt < 1000 * period - 500 ? null : refresh();
+  }
 
   async function refresh() {
     asked += 1;
+    askedAt = Date.now();
     const own = asked;
     try {
       const found = await page.ask(`v1/lanes?seconds=${seconds}&until_s=${until}&first=${first}`);
@@ -76,7 +85,7 @@ export function lanesView(root, page) {
     const focused = [...body.querySelectorAll("canvas[tabindex]")].indexOf(document.activeElement);
     if (!lanes.length) {
       bands.replaceChildren();
-      body.replaceChildren(make("p", { class: "dim" }, "No group: no job has GPUs now."));
+      body.replaceChildren(make("p", { class: "dim" }, "No group: no job has GPUs now, or had some in this time."));
       return;
     }
     body.replaceChildren(...lanes.map(laneRow), axisRow());
@@ -92,8 +101,10 @@ export function lanesView(root, page) {
     canvas.addEventListener("pointermove", (event) => choose(canvas, spanAt(canvas, event)));
     canvas.addEventListener("pointerleave", () => choose(canvas, -1));
     canvas.addEventListener("click", (event) => openJob(lane, spanAt(canvas, event)));
-    const title = `${lane.group}: ${lane.gpus} GPUs${lane.node_type ? ` of ${lane.node_type}` : ""}, ${lane.members} members`;
-    return make("div", { class: "lane" }, make("span", { class: "label", title }, lane.group), canvas);
+    const now = lane.is_gone ? "gone now" : `${lane.members} members`;
+    const title = `${lane.group}: ${lane.gpus} GPUs${lane.node_type ? ` of ${lane.node_type}` : ""}, ${now}`;
+    const label = make("span", { class: lane.is_gone ? "label dim" : "label", title }, lane.group);
+    return make("div", { class: lane.is_gone ? "lane gone" : "lane" }, label, canvas);
   }
 
   function axisRow() {
@@ -142,8 +153,8 @@ export function lanesView(root, page) {
 
   function summary(lane) {
     const jobs = new Set(lane.spans.map((span) => span[2]).filter((at) => at >= 0));
-    const switches = lane.spans.filter((span) => span[3]).length;
-    return `group ${lane.group}: ${jobs.size} jobs, ${switches} switches, ${lane.spans.length} spans`;
+    const switches = lane.spans.filter((span) => span[3] === SWITCH).length;
+    return `group ${lane.group}${lane.is_gone ? ", gone now" : ""}: ${jobs.size} jobs, ${switches} switches, ${lane.spans.length} spans`;
   }
 
   function spanAt(canvas, event) {
@@ -161,12 +172,13 @@ export function lanesView(root, page) {
     else spot.replaceChildren(...spanText(lane, lane.spans[index]));
   }
 
-  function spanText(lane, [begin, end, at, isSwitch]) {
+  function spanText(lane, [begin, end, at, kind]) {
     const job = view.jobs[at];
     const withDate = seconds > 43200;
+    const what = { [SWITCH]: "switch", [STORED]: "on stored state" }[kind] || "work";
     return [
       `${lane.group} · `, job ? jobLink(job.job, job.name || job.job) : "several short runs", job ? ` of ${job.tenant}` : "",
-      ` · ${isSwitch ? "switch" : "work"} · ${clock(view.since + begin, withDate)} – ${clock(view.since + end, withDate)} (${duration(end - begin)})`,
+      ` · ${what} · ${clock(view.since + begin, withDate)} – ${clock(view.since + end, withDate)} (${duration(end - begin)})`,
     ];
   }
 

@@ -1,0 +1,1 @@
+"""The archive of the journal: what happened, for some days and within stated bytes."""

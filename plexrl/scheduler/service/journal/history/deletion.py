@@ -1,0 +1,168 @@
+"""Deletes what the archive has of one tenant: its events, its runs, and snapshots with its state.
+
+Events of other tenants stay, and so do times and positions. A replay over deleted events is not
+possible: the reader says what is missing. Snapshots hold all tenants' states, so those made while
+the tenant had any are deleted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from plexrl.errors import CorruptStateError
+from plexrl.ids import TenantId
+from plexrl.scheduler.operations.operations import OWN_MARK
+from plexrl.scheduler.service.journal.history.archive import Archive
+from plexrl.scheduler.service.journal.history.event_files import decode_events, repack
+from plexrl.scheduler.service.journal.history.pieces import (
+    EVENTS,
+    RUNS,
+    STATE,
+    ArchivePiece,
+    unseal,
+)
+from plexrl.scheduler.service.journal.history.run_files import (
+    RESOLUTIONS_S,
+    decode_runs,
+    encode_runs,
+)
+
+LISTS = frozenset({"states", "workers"})
+"""Fields of reports of nodes that name several tenants' deployments."""
+
+
+@dataclass(slots=True)
+class Deleted:
+    """What was deleted."""
+
+    events: int = 0
+    runs: int = 0
+    snapshots: int = 0
+    damaged: list[str] = field(default_factory=list)
+    """Pieces that could not be read, which were deleted as a whole."""
+
+
+def delete_tenant(archive: Archive, tenant: TenantId) -> Deleted:
+    """Delete a tenant's history. Call it again if it fails: what is done stays done.
+
+    Raises:
+        StorageError: the archive cannot be written.
+    """
+    deleted, owned = Deleted(), _Owned(tenant)
+    pieces = archive.pieces()
+    # Snapshots name the jobs that began before the oldest event.
+    for piece in pieces:
+        if piece.kind == STATE:
+            _delete_state(archive, piece, owned, deleted)
+    for piece in pieces:
+        if piece.kind == EVENTS:
+            _delete_events(archive, piece, owned, deleted)
+        elif piece.kind == RUNS:
+            _delete_runs(archive, piece, tenant, deleted)
+    return deleted
+
+
+class _Owned:
+    """Tells a tenant's events, by the ids of its jobs and operations as they appear."""
+
+    def __init__(self, tenant: TenantId) -> None:
+        self.tenant = tenant
+        self._jobs: set[str] = set()
+        self._operations: dict[str, bool] = {}
+        """Whether an unfinished operation is the tenant's."""
+
+    def add_jobs(self, jobs: Iterable[str]) -> None:
+        """Jobs of the tenant."""
+        self._jobs.update(jobs)
+
+    def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """The event without what is the tenant's; None: nothing is left of it."""
+        if self._is_own(event):
+            return None
+        lists = {
+            name: each for name, each in event.items() if name in LISTS and isinstance(each, list)
+        }
+        kept = {name: [each for each in lists[name] if not self._names(each)] for name in lists}
+        return {**event, **kept} if kept != lists else event
+
+    def _is_own(self, event: dict[str, Any]) -> bool:
+        job, operation = event.get("job"), event.get("operation")
+        if "tenant" in event:
+            is_own: bool = event["tenant"] == self.tenant
+            if isinstance(job, str):
+                # The id of an ended job may be another tenant's now.
+                (self._jobs.add if is_own else self._jobs.discard)(job)
+            return is_own
+        if isinstance(job, str) or event.get("deployment"):
+            is_own = job in self._jobs or self._names(event.get("deployment"))
+            if event["type"] == "OperationSubmitted":
+                self._operations[str(operation)] = is_own
+            return is_own
+        # The scheduler's own operations are named after the deployment, or the sync they serve.
+        name = str(operation).partition(OWN_MARK)[0]
+        known = self._operations.get(name)
+        if name == operation and event["type"] == "OperationFinished":
+            self._operations.pop(name, None)
+        return self._names(name) if known is None else known
+
+    def _names(self, found: object) -> bool:
+        """Whether a deployment, an operation of the scheduler's own, or a report of one is the
+        tenant's: the ids begin with the job's."""
+        text = found.get("deployment") if isinstance(found, dict) else found
+        return isinstance(text, str) and "/" in text and text.partition("/")[0] in self._jobs
+
+
+def _delete_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+    content = archive.read(piece)
+    if content is None:
+        return
+    try:
+        state = msgspec.msgpack.decode(unseal(piece.name, content))["state"]
+    except CorruptStateError:
+        deleted.damaged.append(piece.name)
+        archive.delete([piece])
+        return
+    jobs = [name for name, job in state["jobs"].items() if job["tenant"] == owned.tenant]
+    owned.add_jobs(jobs)
+    if jobs or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]:
+        deleted.snapshots += 1
+        archive.delete([piece])
+
+
+def _delete_events(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+    content = archive.read(piece)
+    if content is None:
+        return
+    try:
+        rows = decode_events(piece, content)
+    except CorruptStateError:
+        deleted.damaged.append(piece.name)
+        archive.delete([piece])
+        return
+    before = deleted.events
+    for number, body in enumerate(rows.bodies):
+        event = msgspec.json.decode(body) if body else {}
+        rest = owned.rest_of(event) if body else event
+        if rest is not event:
+            rows.bodies[number] = "" if rest is None else msgspec.json.encode(rest).decode()
+            deleted.events += 1
+    if deleted.events > before:
+        archive.write(piece, repack(piece, rows))
+
+
+def _delete_runs(archive: Archive, piece: ArchivePiece, tenant: TenantId, deleted: Deleted) -> None:
+    def read(start: int, stop: int) -> bytes | None:
+        return archive.read(piece, start, stop)
+
+    try:
+        runs = decode_runs(piece.name, read, len(RESOLUTIONS_S) - 1, None)
+    except CorruptStateError:
+        deleted.damaged.append(piece.name)
+        archive.delete([piece])
+        return
+    others = [run for run in runs or () if run.job is None or run.job.tenant != tenant]
+    if runs is not None and len(others) < len(runs):
+        deleted.runs += len(runs) - len(others)
+        archive.write(replace(piece, nbytes=0), encode_runs(piece.name, others))
