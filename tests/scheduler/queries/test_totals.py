@@ -28,7 +28,7 @@ def cluster_of(jobs: int) -> FakeCluster:
 @pytest.mark.parametrize("jobs", [0, 3, JOBS_PER_STEP + 1])
 def test_a_step_reads_so_many_jobs(jobs: int) -> None:
     cluster = cluster_of(jobs).core.cluster
-    steps = list(TotalsReader(cluster, None).steps(lambda: cluster))
+    steps = list(TotalsReader(cluster.state, None).steps(lambda: cluster))
     assert len(steps) == -(-jobs // JOBS_PER_STEP)
     assert cluster_totals(cluster, None, 0.0)["jobs_live"] == jobs
 
@@ -43,7 +43,7 @@ def test_a_tenant_is_told_of_its_own_jobs() -> None:
 
 def test_jobs_that_end_between_two_steps_are_counted_as_they_are_then() -> None:
     made = cluster_of(JOBS_PER_STEP + 20)
-    reader = TotalsReader(made.core.cluster, None)
+    reader = TotalsReader(made.core.cluster.state, None)
     steps = reader.steps(lambda: made.core.cluster)
     next(steps)
     # All but the newest ten of those that have ended are forgotten.

@@ -12,7 +12,7 @@ from plexrl.scheduler.placement.fit.feasibility import count_impossible
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.settings import Situation
-from plexrl.scheduler.state.records import Job
+from plexrl.scheduler.state.records import Job, State
 from plexrl.wire.messages.cluster_views import ClusterTotals, ClusterView, HeldView
 
 JOBS_PER_STEP: Final = 500
@@ -22,10 +22,10 @@ JOBS_PER_STEP: Final = 500
 class TotalsReader:
     """One reading of the jobs that were there when it began: all `steps`, then `view`."""
 
-    def __init__(self, cluster: Cluster, tenant: TenantId | None) -> None:
+    def __init__(self, state: State, tenant: TenantId | None) -> None:
         """For a tenant, only its jobs and operations are counted."""
         self._tenant = tenant
-        self._names = list(cluster.state.jobs)
+        self._names = list(state.jobs)
         self._jobs = self._live = self._ran = self._pending = self._over_slo = 0
         self._held: list[HeldView] = []
 
@@ -52,7 +52,7 @@ class TotalsReader:
             "gpus": sum(node.gpus for node in nodes),
             "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
             "routers": len(state.routers),
-            **self._totals(cluster),
+            **self._totals(state),
             "jobs_live": self._live,
             "jobs_total": self._jobs + sum(counts.jobs for counts in forgotten),
             "deployments_waiting": waiting,
@@ -77,8 +77,8 @@ class TotalsReader:
         self._over_slo += _count_over_slo(cluster, job.deployments)
         self._held += held_view(cluster.state, job.deployments, sees_all=self._tenant is None)
 
-    def _totals(self, cluster: Cluster) -> ClusterTotals:
-        state, tenant = cluster.state, self._tenant
+    def _totals(self, state: State) -> ClusterTotals:
+        tenant = self._tenant
         if tenant is None:
             switches = sum(group.switches for group in state.groups.values())
             return {
@@ -92,7 +92,7 @@ class TotalsReader:
 
 def cluster_totals(cluster: Cluster, tenant: TenantId | None, now: float) -> ClusterView:
     """The totals, read at once."""
-    reader = TotalsReader(cluster, tenant)
+    reader = TotalsReader(cluster.state, tenant)
     for _ in reader.steps(lambda: cluster):
         pass
     return reader.view(cluster, now)

@@ -61,7 +61,7 @@ class OverviewCalls:
         return self._shell.core
 
     async def _status(self, scope: Scope, _: calls.Nothing) -> cv.ClusterView:
-        reader = TotalsReader(self._core.cluster, scope)
+        reader = TotalsReader(self._core.cluster.state, scope)
         await self._read(reader.steps(lambda: self._core.cluster))
         view = reader.view(self._core.cluster, self._now())
         return view if scope is not None else {**view, **self._shell.faults()}
