@@ -218,7 +218,6 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
     "result": {"timeout_s": _maybe(Bounds(0, WAIT_S_MAX))},
     "queue": {"limit": _count(1, 100)},
     "key": {"valid_s": _maybe(Bounds(1, _YEARS_DAYS * 86_400))},
-    "audit": {"hours": _maybe(Bounds(0, 1e6)), "limit": _count(1, 10_000)},
     "page": {
         "after": _count(0, 2**62),
         "limit": _count(1, RECORDS_MAX),
@@ -265,6 +264,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl dashboard": {"port": _PORT},
     "plexrl history events": {
         "since_hours": Bounds(0, SECONDS_MAX),
         "until_hours": Bounds(0, SECONDS_MAX),

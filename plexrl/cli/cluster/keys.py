@@ -1,4 +1,4 @@
-"""`plexrl keys` and `plexrl audit`: users and services, their API keys, and what they did."""
+"""`plexrl keys`, `login`, `logout` and `audit`: users and services, their keys, what they did."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +13,11 @@ from plexrl.cli.terminal.context import (
     ShowKey,
     check_shown,
     local_time,
+    print_line,
 )
 from plexrl.cli.terminal.help import CommandGroup
 from plexrl.cli.terminal.option_groups import with_option_groups
+from plexrl.cluster.data_dir import logins
 from plexrl.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -167,3 +169,27 @@ def audit(
 
 def _tenant(cluster: "Cluster", tenant: str | None) -> str:
     return cluster.access.whoami()["tenant"] if tenant is None else tenant
+
+
+Url = Annotated[str, typer.Argument(help="The cluster's URL, as in PLEXRL_URL.")]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        help="PEM file of the authority of the URL's certificate.", envvar="PLEXRL_CA_FILE"
+    ),
+]
+
+
+def login(url: Url, ca_file: CaFile = None) -> None:
+    """Log in on a cluster in a browser; commands without an API key then act in your name."""
+    made = logins.log_in(url, _show, ca=ca_file)
+    print_line(f"Logged in. The login is in {logins.store(made)}; plexrl logout {url} ends it.")
+
+
+def logout(url: Url) -> None:
+    """End the login on a cluster."""
+    print_line("Logged out." if logins.forget(url) else f"There is no login at {url}.")
+
+
+def _show(address: str, code: str) -> None:
+    print_line(f"Open {address} in a browser, and compare the code: {code}")

@@ -67,12 +67,16 @@ class Access:
         Raises:
             ConnectionLostError: there is neither a URL nor a local cluster.
             InvalidRequestError: the file with the API key cannot be read.
+            AuthenticationError: the user's login has ended.
         """
         from plexrl.client.blocking.cluster import connect
         from plexrl.cluster.data_dir.endpoint import read_endpoint
+        from plexrl.cluster.data_dir.logins import stored_token
 
         url, ca = self.url, self.ca_file
         api_key = chosen_secret("api_key", self.api_key_file, self.api_key)
+        if url is not None and api_key is None:
+            api_key = stored_token(url)
         if url is None:
             folder = data_dir_at(self.data_dir)
             endpoint = read_endpoint(folder)

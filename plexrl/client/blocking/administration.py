@@ -83,8 +83,8 @@ class AccessControl:
         """The newest `limit` lines of the audit log, newest first: of `tenant`, of `user`, with
         `target` in their path, with this `outcome` (done, refused, failed, unknown), of the last
         `hours`."""
-        LIMITS["audit"]["hours"].check("hours", hours)
-        LIMITS["audit"]["limit"].check("limit", limit)
+        LIMITS["plexrl audit"]["hours"].check("hours", hours)
+        LIMITS["plexrl audit"]["limit"].check("limit", limit)
         given = {"tenant": tenant, "user": user, "target": target, "outcome": outcome}
         query: dict[str, Any] = {**given, "hours": hours, "limit": limit}
         query = {name: value for name, value in query.items() if value is not None}

@@ -25,6 +25,7 @@ from plexrl.router.execution.engines import Engines
 from plexrl.router.execution.executor import Executor
 from plexrl.router.execution.rollout_link import RolloutLink
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.dashboard import login
 from plexrl.router.http.dashboard import routes as dashboard
 from plexrl.router.http.dashboard.stream import OverviewStreams
 from plexrl.router.http.openai import routes as openai
@@ -58,6 +59,7 @@ from plexrl.router.observe.spans import SpanSender
 from plexrl.router.server.config import RouterConfig
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
+from plexrl.router.services.access_table import needs_key
 from plexrl.router.services.authentication import KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.error_responses import error_for, error_response
@@ -108,6 +110,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     app.add_middleware(
         RequestLimits,
         authenticate=services.caller,
+        needs_key=needs_key,
         error_response=_plexrl_error,
         bytes_max=config.json_bytes_max,
         timeout_s=config.body_timeout_s,
@@ -128,7 +131,7 @@ def make_app(config: RouterConfig) -> tuple[FastAPI, RouterServices]:
     # come before the path that ends with the id. After that the busiest come first.
     subjects = (
         *(openai, streams, rollouts, operations, asynchronous_rollouts, deployments, jobs, cluster),
-        *(tenants, runs, dashboard),
+        *(tenants, runs, login, dashboard),
     )
     include_guarded(app, *(subject.ROUTES for subject in subjects))
     return app, services
@@ -189,6 +192,10 @@ def _make_services(config: RouterConfig) -> RouterServices:
         threads=threads,
     )
     keys.scheduler = executor.scheduler = scheduler
+    if config.oidc_file:
+        from plexrl.router.services.oidc import Provider, read_oidc
+
+        keys.provider = Provider(read_oidc(config.oidc_file))
     executor.specs = specs
     executor.checkpoint_quota = quota
     executor.watch = RunWatch(records, config.router, specs.cached, threads)

@@ -79,6 +79,9 @@ class RouterConfig:
     """Checkpoints of a tenant without a bound of its own."""
     tenant_checkpoint_bytes_max: int | None = None
     """Bytes of these checkpoints; absent: half of the disk."""
+    oidc_file: str = ""
+    """File (TOML) with the identity provider whose users may log in, and their roles; empty: there
+    are API keys only. Needs `plexrl[oidc]`."""
     runs_max: int = 0
     """Controllers that run on the head at the same time (`plexrl run`), in the sandbox of rewards;
     others wait. A tenant may have as many runs that have not ended. 0: the cluster runs none."""

@@ -15,15 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plexrl.errors import ConnectionLostError, PayloadTooLargeError, PlexRLError
 from plexrl.router.server.guarded_protocol import STATE_KEY, GuardedProtocol
 
-OPEN_PATHS = frozenset(
-    {
-        *("/v1/health", "/v1/metrics", "/dashboard"),
-        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
-    }
-)
-"""Paths that need no key."""
-OPEN_PREFIXES = ("/dashboard/", "/api/v1/traces/")
-"""The files of the operator's page need none either, nor traces, whose names are secrets."""
 BODY_KEY = "incoming_body"
 """Key of a request's `LimitedBody` in `scope["state"]`."""
 
@@ -114,14 +105,16 @@ class RequestLimits:
         app: ASGIApp,
         *,
         authenticate: Callable[[Request], Awaitable[object]],
+        needs_key: Callable[[str], bool] = lambda _: True,
         error_response: Callable[[Request, Exception], Awaitable[JSONResponse]],
         bytes_max: int,
         timeout_s: float,
     ) -> None:
-        """`authenticate` raises if a request carries no valid key; `error_response` renders an
-        error."""
+        """`authenticate` raises if a request carries no valid key; `needs_key` tells by the path
+        whether it needs one; `error_response` renders an error."""
         self._app = app
         self._authenticate = authenticate
+        self._needs_key = needs_key
         self._error_response = error_response
         self._bytes_max = bytes_max
         self._timeout_s = timeout_s
@@ -131,7 +124,7 @@ class RequestLimits:
             await self._app(scope, receive, send)
             return
         state = scope["state"]
-        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_PREFIXES):
+        if self._needs_key(scope["path"]):
             request = Request(scope)
             try:
                 await self._authenticate(request)

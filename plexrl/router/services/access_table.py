@@ -10,6 +10,7 @@ are answered as if they did not exist. `docs/access.md` prints the table, and
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from plexrl.access import AccessRole, KeyScope
 
@@ -55,6 +56,7 @@ SEEN = _reach(operator=ALL, viewer=ALL, admin=OWN, member=OWN)
 HAD = _reach(operator=ALL, admin=OWN, member=OWN)
 
 OPEN = Rule("open", dict.fromkeys(AccessRole, ALL), needs_key=False)
+LOGIN = Rule("login", OPEN.reach, changes=True, needs_key=False)
 READ = Rule("read", SEEN)
 CHANGE = Rule("change", HAD, changes=True)
 REPEAT = Rule("change", HAD, changes=True, is_logged=False)
@@ -81,6 +83,11 @@ ROWS: Mapping[str, Rule] = {
     "GET /dashboard": OPEN,
     "GET /dashboard/": OPEN,
     "GET /dashboard/{path:path}": OPEN,
+    "GET /v1/login": OPEN,
+    "GET /v1/login/settings": OPEN,
+    "GET /v1/login/callback": LOGIN,
+    "POST /v1/login/refresh": LOGIN,
+    "POST /v1/login/logout": LOGIN,
     "GET /v1/whoami": READ,
     "GET /v1/status": READ,
     "GET /v1/overview": READ,
@@ -208,3 +215,15 @@ ROWS: Mapping[str, Rule] = {
     },
 }
 """The rule of each route, by method and path."""
+
+
+_OPEN: Final = [row.split(" ")[1] for row, rule in ROWS.items() if not rule.needs_key]
+_OPEN_PATHS: Final = frozenset(
+    (*_OPEN, "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+)
+_OPEN_PREFIXES: Final = tuple(path.partition("{")[0] for path in _OPEN if "{" in path)
+
+
+def needs_key(path: str) -> bool:
+    """Whether a request's path is neither one of an open route nor of the API's description."""
+    return path not in _OPEN_PATHS and not path.startswith(_OPEN_PREFIXES)

@@ -17,12 +17,18 @@ from plexrl.wire.links.handshakes import client_network
 from plexrl.wire.rpc import Peer
 
 if TYPE_CHECKING:
+    from fastapi import Request
+
     from plexrl.router.execution.scheduler_link import SchedulerLink
+    from plexrl.router.services.oidc import Provider
 
 LOG = logging.getLogger(__name__)
 
 CACHE_S = 60.0
 CACHE_MAX = 10_000
+PAGE_HEADER = "plexrl-page"
+SESSION_COOKIE = "plexrl-session"
+"""With the prefix `__Host-` where the page is served over HTTPS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class KeyCache:
 
     def __init__(self, refused: RefusedKeys) -> None:
         self.scheduler: SchedulerLink | None = None
+        self.provider: Provider | None = None
+        """The identity provider whose users have access; None: there is none."""
         self.refused = refused
         self._callers: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
         """By digest of the key: until when the entry holds, by the monotonic clock, and the
@@ -120,6 +128,11 @@ class KeyCache:
         clear_count = self._clear_count
         assert self.scheduler is not None
         asked_at = time.monotonic()
+        if self.provider is not None and is_id_token(key):
+            caller, left_s = await self.provider.caller(key)
+            self._callers[digest] = (asked_at + min(CACHE_S, left_s), caller)
+            self._drop_oldest()
+            return caller
         reply = await self.scheduler.call(m.AUTHENTICATE, {"key_digest": digest})
         caller = _caller(reply, digest)
         valid_s = reply.get("valid_s")
@@ -127,9 +140,12 @@ class KeyCache:
         # A job's key is not valid any more once the job has ended, which no report says.
         if clear_count == self._clear_count and caller.job is None:
             self._callers[digest] = (until, caller)
-            while len(self._callers) > CACHE_MAX:
-                self._callers.popitem(last=False)
+            self._drop_oldest()
         return caller
+
+    def _drop_oldest(self) -> None:
+        while len(self._callers) > CACHE_MAX:
+            self._callers.popitem(last=False)
 
     def clear(self) -> None:
         """Drop all entries."""
@@ -153,6 +169,24 @@ def bearer_key(authorization: str) -> str:
             "the request carries no API key: send `Authorization: Bearer <key>`"
         )
     return key
+
+
+def is_id_token(key: str) -> bool:
+    """Whether a bearer token is an ID token, not an API key."""
+    return key.count(".") == 2 and key.startswith("ey")
+
+
+def authorization_of(request: "Request") -> str:
+    """The `Authorization` header of a request, or that of the user who has logged in on the page.
+
+    Only the page's own scripts can send the header `PlexRL-Page`: another site would have to ask
+    first (CORS), and gets no answer. So no other site makes requests in the user's name.
+    """
+    header: str = request.headers.get("authorization", "")
+    if header or PAGE_HEADER not in request.headers:
+        return header
+    token = request.cookies.get(SESSION_COOKIE) or request.cookies.get(f"__Host-{SESSION_COOKIE}")
+    return f"Bearer {token}" if token else ""
 
 
 def key_digest(key: str) -> str:

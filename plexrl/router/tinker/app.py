@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from plexrl.errors import JobEndedError, PlexRLError
 from plexrl.router.server.request_limits import BodyRefusedError, RequestLimits, close_after
+from plexrl.router.services.access_table import needs_key
 from plexrl.router.services.error_responses import RETRIABLE, RETRY_AFTER_S, error_for
 from plexrl.router.services.guarded_route import include_guarded
 from plexrl.router.services.services import RouterServices
@@ -83,6 +84,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
     app.add_middleware(
         RequestLimits,
         authenticate=services.caller,
+        needs_key=needs_key,
         error_response=_refused,
         bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,

@@ -205,8 +205,7 @@ class JobView(TypedDict):
     """Its first failure that is not acknowledged."""
     priority: int
     slo: float
-    """Greatest waiting / (waiting + running) that it accepts: its own, its tenant's at its
-    submission, or the cluster's."""
+    """Greatest waiting / (waiting + running) that it, its tenant or the cluster accepts."""
     gpu_seconds: float
     controller_timeout_s: float
     """Silence of the controller after which it is detached."""
@@ -284,22 +283,6 @@ class MetricsRow(TypedDict):
     values: dict[str, float]
     rewinds_from: NotRequired[int]
     """The step of the row before, if it is higher: the controller went back to an earlier state."""
-
-
-class FileView(TypedDict):
-    """One file of a checkpoint."""
-
-    path: str
-    """Relative to the checkpoint's folder."""
-    bytes: int
-
-
-class CheckpointFiles(TypedDict):
-    """The files of a complete checkpoint."""
-
-    version: str
-    """Names this state of the checkpoint: another one may take its name."""
-    files: list[FileView]
 
 
 class HolderView(TypedDict):

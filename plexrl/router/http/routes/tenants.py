@@ -192,8 +192,8 @@ async def audit(
     user: str | None = None,
     target: str | None = None,
     outcome: Literal["done", "refused", "failed", "unknown"] | None = None,
-    hours: Annotated[float | None, Limited("audit", "hours", in_query=True)] = None,
-    limit: Annotated[int, Limited("audit", "limit", in_query=True)] = 100,
+    hours: Annotated[float | None, Limited("plexrl audit", "hours", in_query=True)] = None,
+    limit: Annotated[int, Limited("plexrl audit", "limit", in_query=True)] = 100,
 ) -> AuditLines:
     """The newest `limit` lines, newest first, of the routers that share this one's data directory:
     of the requests of a tenant, of a user, or with `target` in their paths. An admin sees those of

@@ -123,7 +123,7 @@ class OverviewCalls:
         state = self._core.cluster.state
         reader = TimesReader(state, state.job(call.job))
         await self._read(reader.steps(lambda: self._core.cluster))
-        return reader.view()
+        return reader.view(self._core.cluster.state)
 
     async def _shares(self, scope: Scope, _: calls.Nothing) -> ov.SharesView:
         bills = Bills()

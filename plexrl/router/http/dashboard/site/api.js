@@ -1,5 +1,6 @@
-// The router's API with the key of this tab. The key is in the tab's session storage, and in the
-// header of requests; it is never in an address.
+// The router's API with the key of this tab, or as the user who has logged in. The key is in the
+// tab's session storage, and in the header of requests; it is never in an address. The tokens of a
+// login are in cookies that no script can read, and count beside the header PlexRL-Page only.
 
 const KEY = "plexrl-key";
 const RETRY_MS = [1000, 2000, 5000, 10000];
@@ -8,6 +9,27 @@ export const key = {
   get: () => sessionStorage.getItem(KEY),
   set: (value) => sessionStorage.setItem(KEY, value),
   forget: () => sessionStorage.removeItem(KEY),
+};
+
+const LOGIN = "login";
+const OF_PAGE = { "PlexRL-Page": "1" };
+
+export const login = {
+  isUsed: () => key.get() === LOGIN,
+  isOffered: async () => (await (await fetch("v1/login/settings")).json()).issuer !== "",
+  // Whether a user is logged in; an expired login goes on if it may.
+  find: async () => {
+    const isKnown = async () => (await fetch("v1/whoami", { headers: OF_PAGE })).ok;
+    const found = (await isKnown()) || ((await login.renew()) && (await isKnown()));
+    if (found) key.set(LOGIN);
+    return found;
+  },
+  renew: async () => (await fetch("v1/login/refresh", { method: "POST", headers: OF_PAGE })).ok,
+  // Returns where to log out of the identity provider too.
+  end: async () => {
+    const reply = await fetch("v1/login/logout", { method: "POST", headers: OF_PAGE });
+    return reply.ok ? (await reply.json()).url : "";
+  },
 };
 
 export class ApiError extends Error {
@@ -19,6 +41,7 @@ export class ApiError extends Error {
 }
 
 function headers() {
+  if (login.isUsed()) return OF_PAGE;
   return { Authorization: `Bearer ${key.get()}` };
 }
 

@@ -1,6 +1,6 @@
 // The page: asks for a key, follows the overview, and shows the view that the address names.
 
-import { ask, follow, key } from "./api.js";
+import { ask, follow, key, login } from "./api.js";
 import { clock, duration, make } from "./elements.js";
 import { jobView } from "./views/job.js";
 import { lanesView } from "./views/lanes.js";
@@ -72,7 +72,14 @@ function showHealth(view) {
 
 function showError(error) {
   byId("health").replaceChildren(make("span", { class: "condition" }, error.message));
-  if (error.status === 401 || error.code === "unauthenticated") askForKey();
+  if (error.status !== 401 && error.code !== "unauthenticated") return;
+  if (login.isUsed()) renew();
+  else askForKey();
+}
+
+async function renew() {
+  if (await login.renew()) start();
+  else askForKey();
 }
 
 function askForKey() {
@@ -84,6 +91,14 @@ function askForKey() {
   byId("access").hidden = false;
   byId("forget").hidden = true;
   byId("key").focus();
+  offerLogin();
+}
+
+async function offerLogin() {
+  if (!(await login.isOffered())) return;
+  byId("login").hidden = false;
+  // After a login, and in a second tab of it.
+  if (!key.get() && (await login.find())) start();
 }
 
 function heard(name, content) {
@@ -103,6 +118,7 @@ function start() {
   }
   byId("access").hidden = true;
   byId("forget").hidden = false;
+  byId("forget").textContent = login.isUsed() ? "Log out" : "Forget key";
   following?.abort();
   following = new AbortController();
   overview = null;
@@ -123,9 +139,11 @@ byId("access").addEventListener("submit", (event) => {
   byId("key").value = "";
   start();
 });
-byId("forget").addEventListener("click", () => {
+byId("forget").addEventListener("click", async () => {
   byId("health").replaceChildren();
+  const url = login.isUsed() ? await login.end() : "";
   askForKey();
+  if (url) location.assign(url);
 });
 byId("find").addEventListener("submit", (event) => {
   event.preventDefault();
