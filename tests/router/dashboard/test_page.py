@@ -122,7 +122,8 @@ DRAW = """import('./dashboard/views/lane_canvas.js').then(({ drawLane }) => {
   };
   const jobs = Array.from({ length: 200 }, (_, at) => drawn(`job-${at}`, []));
   const looks = [0, 1, 2].map((kind) => drawn('job', [], kind).look);
-  return { unknown: drawn('', [[0, 100]]).isHatched, kinds: new Set(looks).size, jobs: jobs.some((each) => each.isHatched),
+  return { unknown: drawn('', [[0, 100]]).isHatched, kinds: new Set(looks).size,
+    jobs: jobs.some((each) => each.isHatched),
     looks: new Set(jobs.map((each) => each.look)).size };
 })"""
 
