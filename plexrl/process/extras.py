@@ -27,6 +27,15 @@ def missing_packages(what: str, packages: str, *extras: str) -> UnavailableError
     )
 
 
+def unusable_package(what: str, package: str, why: str, *extras: str) -> UnavailableError:
+    """The error of something that needs a package, which is installed and cannot be imported: of
+    another version, or without a library of the system."""
+    return UnavailableError(
+        f"{what} needs {package}, which cannot be imported here ({why}): "
+        f"pip install --upgrade 'plexrl[{','.join(extras)}]'"
+    )
+
+
 def _packages(extras: tuple[str, ...]) -> Iterator[str]:
     """Names of the packages; none if PlexRL itself was not installed by pip."""
     try:

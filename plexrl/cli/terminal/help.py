@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from plexrl.cli.terminal.option_groups import option_name
 from plexrl.limits import LIMITS
-from plexrl.process.extras import missing_packages
+from plexrl.process.extras import missing_packages, unusable_package
 
 EXTRAS = {
     **dict.fromkeys(("simulate", "simulate-rollout", "plan-rollout"), "simulator"),
@@ -119,12 +119,14 @@ def _check_first(command: Any, path: str) -> None:
             limits[name].check(option_name(name), values[name])
         try:
             return run(**values)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             package = (error.name or "plexrl").partition(".")[0]
             if package == "plexrl":
                 raise
             extras = EXTRAS.get(path.split()[1], "all")
-            raise missing_packages(path, package, extras) from error
+            if isinstance(error, ModuleNotFoundError):
+                raise missing_packages(path, package, extras) from error
+            raise unusable_package(path, package, str(error), extras) from error
 
     checked.is_checked = True  # type: ignore[attr-defined]  # the same command may be resolved again
     command.callback = checked

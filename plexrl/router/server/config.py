@@ -61,7 +61,8 @@ class RouterConfig:
     """Time limit for such a body, and longest silence while a payload arrives."""
     header_timeout_s: float = 10.0
     """Time limit for a request's head, from the start of the connection or the head's first byte;
-    also the idle limit of a connection without a key."""
+    also the idle limit of a connection without a key. A client with one is dropped if it reads
+    nothing of a response for twelve times as long."""
     model_roots: tuple[str, ...] = ()
     """Directories of the nodes below which every tenant may load models; empty: none. A tenant may
     also load those below its own `model_roots` (`plexrl tenants set`) and its own checkpoints. An

@@ -3,7 +3,8 @@
 The head of a request must arrive within `header_timeout_s` of its first byte. The rest of a body
 that the application did not read must arrive within the same time after the response. A connection
 is anonymous until one of its requests has carried a valid key. An anonymous connection has no more
-than this time between requests and to read a response. A request that the application handles has
+than this time between requests and to read a response; one with a key has `READ_FACTOR` times as
+long before it reads on. A request that the application handles has
 no deadline here: long polls take as long as they need, and `request_limits` limits the body.
 
 Large parts of a body of declared length pass h11 by. That reads and updates h11's own count of the
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 LARGE_PART_BYTES = 16 << 10
 """Smaller parts of a body pass through h11."""
+READ_FACTOR = 12.0
+"""By how much longer a client with a key may read nothing of a response: it may write what it reads
+to a slow disk."""
 STATE_KEY = "connection"
 """Key of a request's connection in `scope["state"]`."""
 
@@ -121,10 +125,10 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """Set a deadline if an anonymous client does not read its response."""
+        """Set a deadline for a client that does not read its response: it keeps a connection, and
+        the slot of a stream, from others."""
         super().pause_writing()
-        if self._is_anonymous:
-            self._start_deadline()
+        self._start_deadline(1.0 if self._is_anonymous else READ_FACTOR)
 
     def resume_writing(self) -> None:
         """Cancel that deadline once the client reads again."""
@@ -152,9 +156,11 @@ class GuardedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Start or cancel the deadline; slowly arriving bytes do not extend a running one."""
+        """Start or cancel the deadline; slowly arriving bytes do not extend a running one, nor do
+        further requests of a client that reads no response."""
         if self._is_busy:
-            self._cancel_deadline()
+            if not self.flow.write_paused:
+                self._cancel_deadline()
         elif self._is_anonymous or self._is_half_sent:
             self._start_deadline()
         else:
@@ -164,9 +170,9 @@ class GuardedProtocol(H11Protocol):
     def _is_half_sent(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
 
-    def _start_deadline(self) -> None:
+    def _start_deadline(self, factor: float = 1.0) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self._header_timeout_s, self.drop)
+            self._deadline = self.loop.call_later(factor * self._header_timeout_s, self.drop)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -63,8 +63,8 @@ from plexrl.scheduler.placement.cluster import Cluster, Context, reconfigure
 from plexrl.scheduler.queries.eta import record_estimate
 from plexrl.scheduler.queries.event_records import ClusterRecords
 from plexrl.scheduler.queries.explain_job import explain_job
+from plexrl.scheduler.queries.overview.totals import cluster_totals
 from plexrl.scheduler.queries.views import (
-    cluster_view,
     deployment_view,
     ended_since,
     group_view,
@@ -413,7 +413,7 @@ class SchedulerCore:
 
     def status(self, now: float, tenant: TenantId | None = None) -> cv.ClusterView:
         """Counts of the cluster, as visible to a tenant or (None) the operator."""
-        return cluster_view(self._cluster, tenant, now)
+        return cluster_totals(self._cluster, tenant, now)
 
     def lost_payloads(self, job: JobId) -> list[OperationId]:
         """The operations whose payload the job's controller is to send again."""

@@ -14,17 +14,14 @@ from plexrl.scheduler.accounting.tenants import key_id, live_jobs_bound
 from plexrl.scheduler.accounting.usage import used_gpu_seconds
 from plexrl.scheduler.jobs.quoted_jobs import quoted_job
 from plexrl.scheduler.operations.failures import failure_view, halting_failure, job_failure
-from plexrl.scheduler.operations.held.holding import foreign_memory_view, held_view
+from plexrl.scheduler.operations.held.holding import foreign_memory_view
 from plexrl.scheduler.placement.capacity.capacity import Capacity
 from plexrl.scheduler.placement.capacity.node_pool import speed_of
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.contention.service_level import bound_of, waiting_bound
-from plexrl.scheduler.placement.fit.feasibility import count_impossible
+from plexrl.scheduler.placement.contention.service_level import bound_of
 from plexrl.scheduler.placement.waiting.queues import Queues
-from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_sharing import why_it_shares
-from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import owner_of
 from plexrl.scheduler.rules.settings import Settings, Situation
 from plexrl.scheduler.rules.switch_cost import load_s, offload_s
@@ -33,8 +30,6 @@ from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.scheduler.state.tenant import ApiKey, Tenant
 from plexrl.wire.messages.cluster_views import (
-    ClusterTotals,
-    ClusterView,
     GroupView,
     NodeView,
     ServiceLevelView,
@@ -344,50 +339,6 @@ def unreferenced_payloads(state: State, blobs: Iterable[BlobRef]) -> list[BlobRe
     return [blob for blob in blobs if blob not in needed]
 
 
-def cluster_view(cluster: Cluster, tenant: TenantId | None, now: float) -> ClusterView:
-    """Totals of the cluster; for a tenant, jobs and operations of the tenant only."""
-    state = cluster.state
-    nodes = [node for node in state.nodes.values() if node.alive]
-    jobs = [job for job in state.jobs.values() if tenant in (None, job.tenant)]
-    totals: ClusterTotals
-    if tenant is None:
-        switches = sum(group.switches for group in state.groups.values())
-        totals = {
-            "tenants": len(state.tenants),
-            "operations_finished": state.finished_count,
-            "context_switches": state.former_switches + switches,
-        }
-    else:
-        # Operations that ran: cancelled ones have no usage row.
-        rows = (row for job in jobs for row in job.usage.values())
-        totals = {"operations_finished": sum(row.operations for row in rows)}
-    totals["operations_finished"] += sum(
-        each.operations for name, each in state.forgotten.items() if tenant == name
-    )
-    live = [job for job in jobs if not job.state.is_final]
-    names = [name for job in live for name in job.deployments]
-    by_tenant = cluster.queues.waiting.by_tenant
-    waiting = len(cluster.queues.waiting) if tenant is None else by_tenant.get(tenant, 0)
-    return {
-        "now": now,
-        "nodes": len(nodes),
-        "gpus": sum(node.gpus for node in nodes),
-        "gpus_reserved": sum(len(group.gpus) for group in state.groups.values()),
-        "routers": len(state.routers),
-        **totals,
-        "jobs_live": len(live),
-        "jobs_total": len(jobs)
-        + sum(each.jobs for name, each in state.forgotten.items() if tenant in (None, name)),
-        "deployments_waiting": waiting,
-        "deployments_impossible": count_impossible(cluster, tenant),
-        "deployments_over_slo": _count_over_slo(cluster, names),
-        "operations_pending": sum(len(state.deployments[name].work.queue) for name in names),
-        "held": held_view(cluster.state, names, sees_all=tenant is None),
-        "eta_quality": eta_quality(state.eta_errors),
-        "planning": planning(cluster.settings.config),
-    }
-
-
 def service_levels(situation: Situation) -> list[ServiceLevelView]:
     """The bound and the measured waiting of each live job, oldest first."""
     state = situation.state
@@ -407,16 +358,6 @@ def service_levels(situation: Situation) -> list[ServiceLevelView]:
             }
         )
     return found
-
-
-def _count_over_slo(situation: Situation, names: Iterable[DeploymentId]) -> int:
-    count = 0
-    for name in names:
-        deployment = situation.state.deployments[name]
-        part = measured_waiting_part(deployment)
-        if part is not None and part > waiting_bound(situation, deployment):
-            count += 1
-    return count
 
 
 def usage_view(state: State, tenant: TenantId | None) -> list[UsageView]:

@@ -61,3 +61,20 @@ def test_a_command_names_each_missing_package_once_and_begins_nothing(
     assert f" needs {packages}, not installed here: " in refused.stderr
     assert f"pip install 'plexrl[{extras}]'" in refused.stderr
     assert not list(work.iterdir())
+
+
+def test_a_package_that_cannot_be_imported_is_named_with_the_reason(tmp_path: Path) -> None:
+    reason = "libssl.so.9: cannot open shared object file"
+    (tmp_path / "httpx.py").write_text(f'raise ImportError("{reason}", name="httpx")')
+    path = os.pathsep.join((str(tmp_path), *sys.path[1:]))
+    refused = subprocess.run(
+        [sys.executable, "-m", "plexrl", "jobs", "--url", "http://127.0.0.1:9"],
+        env={**os.environ, "PYTHONPATH": path, "PLEXRL_API_KEY": "k"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert f"needs httpx, which cannot be imported here ({reason})" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -11,7 +11,11 @@ from plexrl.process.children.startup import EXIT_REFUSED
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler", "router", "worker", "rollout", "runs", "statemanager"]
+    "module",
+    [
+        *("scheduler", "router", "worker", "rollout", "runs", "statemanager"),
+        "cluster.kubernetes.workers",
+    ],
 )
 def test_a_part_reports_a_configuration_that_it_refuses(module: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"

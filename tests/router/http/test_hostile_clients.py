@@ -1,15 +1,17 @@
 """Anonymous and slow clients do not lock others out of a real router."""
 
 import resource
+import select
 import socket
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 
 import pytest
 
+from plexrl.router.server.guarded_protocol import READ_FACTOR
 from plexrl.wire.links.credentials import Role
 from tests.certificates import TestAuthority
 from tests.router.live_router import OPERATOR_KEY, LiveRouter, live_router
@@ -155,6 +157,26 @@ def test_only_connections_with_a_key_stay_open_when_idle(quick: LiveRouter) -> N
             assert read_to_end(stranger).startswith(b"HTTP/1.1 200")
         known.sendall(b"GET /v1/status HTTP/1.1\r\nHost: a\r\n" + KEY + b"\r\n")
         assert status_of_answer(known) == 200
+
+
+@pytest.mark.parametrize("path", [b"/v1/status", b"/dashboard"])
+def test_a_client_that_stops_to_read_is_dropped(quick: LiveRouter, path: bytes) -> None:
+    """It would keep the slot of its stream for ever, with a key or without, and goes on to send."""
+    with connect(quick) as sock:
+        sock.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n" + KEY + b"\r\n")
+        assert status_of_answer(sock) == 200
+        # More than fits into all buffers of the answers and of the requests.
+        sock.setblocking(False)
+        sent, page = 0, b"GET /dashboard/style.css HTTP/1.1\r\nHost: a\r\n\r\n"
+        ended = select.poll()
+        ended.register(sock, select.POLLOUT)
+        with suppress(OSError, ssl.SSLWantWriteError):
+            while ended.poll(2000):
+                sent += sock.send(page * 100)
+        assert sent
+        ended.modify(sock, 0)
+        # An error or a hang-up is always polled for.
+        assert ended.poll(1000 * (PATIENCE_S + READ_FACTOR))
 
 
 @pytest.mark.parametrize("key", [b"", b"Authorization: Bearer wrong\r\n"])

@@ -10,7 +10,7 @@ from plexrl.scheduler.admission.order import admission_key
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
-from plexrl.scheduler.queries.overview import possible
+from plexrl.scheduler.queries.overview import gpu_states
 from plexrl.scheduler.queries.overview.gpu_states import memory_of, overview, total
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.queue import page, row
@@ -181,7 +181,7 @@ def test_a_page_of_gangs_asks_once_for_each_need(monkeypatch: pytest.MonkeyPatch
         asked.append(deployment.deployment)
         return is_possible(core, deployment)
 
-    monkeypatch.setattr(possible, "is_possible", ask)
+    monkeypatch.setattr(gpu_states, "is_possible", ask)
     page(cluster.core.cluster, "gpus", None, cluster.now, (0, 10))
     assert len(asked) == 1
 

@@ -1,11 +1,7 @@
-"""An agent whose workers are pods: `python -m plexrl.cluster.kubernetes.workers --config FILE`.
+"""An agent whose workers are pods: `python -m plexrl.cluster.kubernetes.workers --config FILE`."""
 
-The file holds the agent's configuration as `agent`, and that of the pods as `pods`.
-"""
-
-import argparse
 import asyncio
-import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,25 +11,29 @@ with rare_collections():
     from plexrl.cluster.kubernetes.api import connect
     from plexrl.cluster.kubernetes.workers.launcher import PodLauncher
     from plexrl.cluster.kubernetes.workers.pods import PodsConfig
-    from plexrl.process.children.startup import parse_config, print_ready, run_until_signal
+    from plexrl.process.children.startup import print_ready, run_part
     from plexrl.worker.agent.agent import Agent
     from plexrl.worker.interface.config import AgentConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodAgentConfig:
+    """The agent's configuration, and that of the pods."""
+
+    agent: AgentConfig
+    pods: PodsConfig
+
+
+async def serve(config: PodAgentConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, then end all workers."""
+    launcher = PodLauncher(connect(), config.pods, Path(config.agent.run_dir))
+    agent = Agent(config.agent, launcher)
+    await agent.run(stop, partial(print_ready, node=config.agent.node))
+
+
 def main() -> None:
     """Serve until a signal, then end all workers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    path = parser.parse_args().config
-    given = json.loads(path.read_text())
-    config = parse_config(json.dumps(given.get("agent")), AgentConfig, f"agent of {path}")
-    pods = parse_config(json.dumps(given.get("pods")), PodsConfig, f"pods of {path}")
-
-    async def serve(stop: asyncio.Event) -> None:
-        launcher = PodLauncher(connect(), pods, Path(config.run_dir))
-        await Agent(config, launcher).run(stop, partial(print_ready, node=config.node))
-
-    run_until_signal(serve)
+    run_part("plexrl.cluster.kubernetes.workers", __doc__, PodAgentConfig, serve)
 
 
 if __name__ == "__main__":

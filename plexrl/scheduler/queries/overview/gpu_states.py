@@ -8,11 +8,18 @@ then it counts in both places, as it takes memory in both.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plexrl.ids import DeploymentId, NodeId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
-from plexrl.scheduler.placement.fit.feasibility import count_impossible, is_possible
+from plexrl.scheduler.placement.fit.feasibility import (
+    count_impossible,
+    expects_nodes,
+    is_possible,
+    possible_alike,
+)
 from plexrl.scheduler.queries.eta import eta_quality
-from plexrl.scheduler.queries.overview.possible import can_get_gpus
 from plexrl.scheduler.state.deployment.wpg.wpg import Wpg
 from plexrl.scheduler.state.machines.residency_states import Residency
 from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
@@ -125,6 +132,29 @@ def taking_turns(
     for deployment in _members(state, groups, tenant):
         if deployment.work.queue and not deployment.work.running:
             yield deployment
+
+
+def can_get_gpus(cluster: Cluster) -> NDArray[np.bool_]:
+    """Whether the nodes in service could hold each row's unit; asked once for each kind."""
+    table, state = cluster.queues.waiting.table, cluster.state
+    found = np.ones(len(table.units), bool)
+    if expects_nodes(state):
+        return found
+    rows = np.flatnonzero(table.is_used)
+    kinds, firsts = np.unique(table.kind[rows], return_index=True)
+    never, known = [], dict[object, bool]()
+    for kind, first in zip(kinds.tolist(), rows[firsts].tolist(), strict=True):
+        unit = table.units[first]
+        if unit is None:
+            continue
+        # Kinds differ in expected lengths, too, which do not matter here.
+        key = possible_alike(unit)
+        if key not in known:
+            known[key] = is_possible(cluster, state.deployment(unit.head.name))
+        if not known[key]:
+            never.append(kind)
+    found[np.isin(table.kind, never)] = False
+    return found
 
 
 def _in_queue(cluster: Cluster, tenant: TenantId | None) -> int:

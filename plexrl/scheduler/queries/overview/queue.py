@@ -18,8 +18,7 @@ from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import why_impossible
 from plexrl.scheduler.queries.explain_operation import explain
 from plexrl.scheduler.queries.explain_placement import name_for, why_no_gpus
-from plexrl.scheduler.queries.overview.gpu_states import owner, taking_turns
-from plexrl.scheduler.queries.overview.possible import can_get_gpus
+from plexrl.scheduler.queries.overview.gpu_states import can_get_gpus, owner, taking_turns
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Deployment
 from plexrl.wire.messages.overview_views import QueuedView

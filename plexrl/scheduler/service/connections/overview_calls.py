@@ -1,10 +1,11 @@
-"""Calls of routers for an operator's page.
+"""Calls of routers for views of the whole cluster.
 
 Long answers are made in steps. Between two steps the scheduler handles what has arrived, so that a
-page over many jobs delays no operation.
+view of many jobs delays no operation.
 """
 
 import asyncio
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -19,12 +20,14 @@ from plexrl.scheduler.queries.overview.lanes import LanesReader
 from plexrl.scheduler.queries.overview.planned_jobs import cluster_plan
 from plexrl.scheduler.queries.overview.queue import LISTS, page, row
 from plexrl.scheduler.queries.overview.shares import Bills
+from plexrl.scheduler.queries.overview.totals import TotalsReader
 from plexrl.scheduler.rules.lookups import unknown_job
 from plexrl.scheduler.service.shell import Shell
 from plexrl.scheduler.state.messages import calls
 from plexrl.scheduler.state.messages.calls import Ask, Scope
 from plexrl.scheduler.state.records import Job
 from plexrl.wire import scheduler_methods as m
+from plexrl.wire.messages import cluster_views as cv
 from plexrl.wire.messages import overview_views as ov
 
 ARCHIVE_S: Final = 10.0
@@ -43,6 +46,7 @@ class OverviewCalls:
         """Calls on behalf of a tenant or an operator."""
         return dict(
             (
+                calls.on_request(m.STATUS, calls.Nothing, self._status),
                 calls.on_request(m.OVERVIEW, calls.Nothing, self._overview),
                 calls.on_request(m.READ_LANES, calls.ReadLanes, self._lanes),
                 calls.on_request(m.READ_QUEUE, calls.ReadQueue, self._queue),
@@ -55,6 +59,12 @@ class OverviewCalls:
     @property
     def _core(self) -> SchedulerCore:
         return self._shell.core
+
+    async def _status(self, scope: Scope, _: calls.Nothing) -> cv.ClusterView:
+        reader = TotalsReader(self._core.cluster.state, scope)
+        await self._read(reader.steps(lambda: self._core.cluster))
+        view = reader.view(self._core.cluster, self._now())
+        return view if scope is not None else {**view, **self._shell.faults()}
 
     async def _overview(self, scope: Scope, _: calls.Nothing) -> ov.OverviewView:
         view = overview(self._core.cluster, scope, self._now())
@@ -70,8 +80,7 @@ class OverviewCalls:
         window = until - call.seconds, until
         reader = LanesReader(self._core.cluster, scope, window, call.first)
         await self._add_earlier(reader, scope)
-        for _ in reader.steps(lambda: self._core.cluster):
-            await self._pause()
+        await self._read(reader.steps(lambda: self._core.cluster))
         return reader.view()
 
     async def _add_earlier(self, reader: LanesReader, scope: Scope) -> None:
@@ -84,8 +93,7 @@ class OverviewCalls:
                 found = await history.runs(*window, reader.pixel_s, scope)
         except (TimeoutError, PlexRLError):
             return
-        for _ in reader.add_earlier(found.runs, found.covered):
-            await self._pause()
+        await self._read(reader.add_earlier(found.runs, found.covered))
 
     async def _queue(self, scope: Scope, call: calls.ReadQueue) -> ov.QueueView:
         if call.which not in LISTS:
@@ -114,8 +122,7 @@ class OverviewCalls:
             raise unknown_job(call.job)
         state = self._core.cluster.state
         reader = TimesReader(state, state.job(call.job))
-        for _ in reader.steps(lambda: self._core.cluster):
-            await self._pause()
+        await self._read(reader.steps(lambda: self._core.cluster))
         return reader.view(self._core.cluster.state)
 
     async def _shares(self, scope: Scope, _: calls.Nothing) -> ov.SharesView:
@@ -133,6 +140,11 @@ class OverviewCalls:
         jobs = self._core.cluster.state.jobs
         found = (jobs.get(name) for name in names)
         return [job for job in found if job is not None and scope in (None, job.tenant)]
+
+    async def _read(self, steps: Iterator[None]) -> None:
+        """Make an answer in its steps."""
+        for _ in steps:
+            await self._pause()
 
     async def _pause(self) -> None:
         """Let the scheduler handle what has arrived."""

@@ -90,7 +90,6 @@ class RouterCalls:
             calls.on_request(m.LIST_OPERATIONS, calls.ListOperations, self._list_operations),
             calls.on_request(m.LIST_NODES, calls.Nothing, self._list_nodes),
             calls.on_request(m.LIST_GROUPS, calls.Nothing, self._list_groups),
-            calls.on_request(m.STATUS, calls.Nothing, self._status),
             calls.on_request(m.READ_LOG, ReadLog, self._read_log),
             calls.on_request(m.LIST_CHECKPOINTS, ListCheckpoints, self._list_checkpoints),
         )
@@ -161,10 +160,6 @@ class RouterCalls:
                 view["host_ready_bytes"] = memory.ready_bytes
                 view["host_prefault_bytes"] = memory.wanted_bytes
         return views
-
-    async def _status(self, scope: Scope, _: calls.Nothing) -> cv.ClusterView:
-        view = self._core.status(self._now(), scope)
-        return view if scope is not None else {**view, **self._shell.faults()}
 
     # Jobs and deployments
 
