@@ -12,14 +12,17 @@ counts little; a switch takes about 0.3 s. Three ways for the other job to use t
   does, and `burst_max_s` is 0.5 or 2 s. By default a job that always has work queued keeps the GPU
   for 20 times what an interruption costs whenever the first stalls: too long to measure here.
 
-*idle part* is the part of the first job's time, alone, in which it has no generation queued or
-running. *got*
-is what the other job drew beside the first, per second, over what it draws alone. *slowdown* is the
-first job's time over its time alone. *equal* says whether the first job's trajectories have the
-same tokens as alone.
+The first job alone, the other job alone and both take turns in one run, so that a change of the
+machine's load meets all three; the figures are medians over these rounds. *idle part* is the part
+of the first job's time, beside the other, in which it has no generation queued or running. *got* is
+what the other job drew in that time, per second, over what it draws alone: the part of the GPU's
+time that it was given. *of idle* is the one over the other. *slowdown* is the first job's time over
+its time alone. *equal* says whether the tokens of the first job are the same in all passes.
 """
 
+import itertools
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,11 +41,13 @@ from plexrl.environments import PlainText, Step, Trajectory, roll_out
 VOCABULARY = "0123456789:"
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=1)
 PACE = "a40:qwen2.5-14b@0.2,link=1e12"
-TRAJECTORIES, TURNS, ROUNDS = 8, sized(5, quick=2), sized(2, quick=1)
+TRAJECTORIES, TURNS, STEPS = 8, sized(5, quick=2), sized(2, quick=1)
+ROUNDS = sized(5, quick=2)
+"""How often the two jobs run alone and beside each other."""
 MAX_TOKENS = sized(90, quick=16)
 STALL_S = sized((0.5, 2.0), quick=(0.05, 0.1))
 ALONE_S = sized(15.0, quick=1.0)
-"""How long the other job draws alone."""
+"""How long the other job draws alone in a round."""
 WAYS = {"preemptible": 300.0, "member, 0.5 s bursts": 0.5, "member, 2 s bursts": 2.0}
 """`burst_max_s` of each way."""
 
@@ -68,7 +73,7 @@ def play(rollout: plexrl.RolloutDeployment) -> list[Trajectory]:
     """The first job's work."""
     text = PlainText(plexrl.Tokenizer.from_vocabulary(VOCABULARY))
     played = []
-    for step in range(ROUNDS):
+    for step in range(STEPS):
         environments = [Stalling(step * TRAJECTORIES + index) for index in range(TRAJECTORIES)]
         sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS, seed=step, ignore_eos=True)
         played += roll_out(
@@ -78,26 +83,28 @@ def play(rollout: plexrl.RolloutDeployment) -> list[Trajectory]:
 
 
 class Other:
-    """A job that always has two generations queued, and counts what it has drawn."""
+    """A job that always has two generations queued while it draws, and counts their tokens."""
 
     def __init__(self, rollout: plexrl.RolloutDeployment) -> None:
         self._rollout = rollout
         self._ends = threading.Event()
         self._drawn: list[tuple[float, int]] = []
-        self._threads = [threading.Thread(target=self._draw, args=(seed,)) for seed in (1, 2)]
+        self._seeds = itertools.count(1)
 
-    def _draw(self, seed: int) -> None:
+    def _draw(self) -> None:
         while not self._ends.is_set():
-            sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS, seed=seed)
+            sampling = plexrl.SamplingParams(max_tokens=MAX_TOKENS, seed=next(self._seeds))
             groups = self._rollout.generate([[3, 4, 5]], n=8, sampling=sampling).result().samples
             count = sum(len(sample.tokens) for group in groups for sample in group)
             self._drawn.append((time.monotonic(), count))
-            seed += 2
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """It draws in this block."""
-        for thread in self._threads:
+        """It draws in this block, which begins when its first generation has ended."""
+        self._ends.clear()
+        self._drawn.clear()
+        threads = [threading.Thread(target=self._draw) for _ in range(2)]
+        for thread in threads:
             thread.start()
         while not self._drawn:
             time.sleep(0.01)
@@ -105,15 +112,20 @@ class Other:
             yield
         finally:
             self._ends.set()
+            for thread in threads:
+                thread.join()
 
-    def tokens(self, since: float, until: float) -> int:
-        """Tokens of generations that ended in this time."""
-        return sum(count for at, count in list(self._drawn) if since <= at < until)
+    def per_s(self, since: float, until: float) -> float:
+        """Tokens per second of generations that ended in this time."""
+        count = sum(count for at, count in list(self._drawn) if since <= at < until)
+        return count / (until - since)
 
-    def join(self) -> None:
-        """Wait for its last generations."""
-        for thread in self._threads:
-            thread.join()
+    def alone(self) -> float:
+        """Tokens per second while the first job does nothing."""
+        with self.draws():
+            began = time.monotonic()
+            time.sleep(ALONE_S)
+            return self.per_s(began, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,41 +171,50 @@ def measure(first: Rollout, other: Other | None = None) -> Pass:
     began = time.monotonic()
     played = play(rollout)
     ended = time.monotonic()
-    first_s = ended - began
     return Pass(
-        first_s=first_s,
-        idle_part=1.0 - queued_s(job, since) / first_s,
-        other_per_s=0.0 if other is None else other.tokens(began, ended) / first_s,
+        first_s=ended - began,
+        idle_part=1.0 - queued_s(job, since) / (ended - began),
+        other_per_s=0.0 if other is None else other.per_s(began, ended),
         tokens=[each.tokens for each in played],
     )
 
 
-def drawn_alone(cluster: plexrl.Cluster) -> float:
-    """Tokens per second of the other job alone."""
-    job, rollout = create(cluster, "other")
-    with job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Each job alone, and both."""
+
+    alone: Pass
+    other_alone_per_s: float
+    shared: Pass
+
+    @property
+    def slowdown(self) -> float:
+        """The first job's time beside the other over its time alone."""
+        return self.shared.first_s / self.alone.first_s
+
+    @property
+    def got(self) -> float:
+        """The part of its rate alone that the other job has beside the first."""
+        return self.shared.other_per_s / self.other_alone_per_s
+
+
+def rounds(cluster: plexrl.Cluster, *, preemptible: bool) -> Iterator[Round]:
+    """Rounds of one way to share."""
+    first, (job, rollout) = (
+        create(cluster, "first"),
+        create(cluster, "other", preemptible=preemptible),
+    )
+    with first[0], job:
         other = Other(rollout)
+        # Their processes start, and the first job's usual pauses become known.
+        play(first[1])
         with other.draws():
-            began = time.monotonic()
-            time.sleep(ALONE_S)
-            per_s = other.tokens(began, began + ALONE_S) / ALONE_S
-        other.join()
-    return per_s
-
-
-def passes(cluster: plexrl.Cluster, *, preemptible: bool) -> tuple[Pass, Pass]:
-    """The first job's work alone and beside the other job."""
-    first = create(cluster, "first")
-    with first[0]:
-        play(first[1])  # Its processes start, and its usual pauses become known.
-        alone = measure(first)
-        job, rollout = create(cluster, "other", preemptible=preemptible)
-        with job:
-            other = Other(rollout)
+            play(first[1])
+        for _ in range(ROUNDS):
+            alone, most = measure(first), other.alone()
             with other.draws():
                 shared = measure(first, other)
-            other.join()
-    return alone, shared
+            yield Round(alone=alone, other_alone_per_s=most, shared=shared)
 
 
 @contextmanager
@@ -221,20 +242,24 @@ def main() -> None:
     figures: dict[str, float] = {}
     for way, burst_max_s in WAYS.items():
         with one_gpu(burst_max_s) as cluster:
-            most = drawn_alone(cluster)
-            alone, shared = passes(cluster, preemptible=way == "preemptible")
-        got, slowdown = shared.other_per_s / most, shared.first_s / alone.first_s
-        is_equal = shared.tokens == alone.tokens
+            found = list(rounds(cluster, preemptible=way == "preemptible"))
+        idle = statistics.median(each.shared.idle_part for each in found)
+        got = statistics.median(each.got for each in found)
+        of_idle = statistics.median(each.got / each.shared.idle_part for each in found)
+        slowdown = statistics.median(each.slowdown for each in found)
+        alone_s = statistics.median(each.alone.first_s for each in found)
+        passes = [run for each in found for run in (each.alone, each.shared)]
+        is_equal = all(each.tokens == passes[0].tokens for each in passes)
         name = way.replace(", ", "_").replace(" ", "_").replace(".", "_")
         figures |= {
-            f"{name}_idle_part": alone.idle_part,
+            f"{name}_idle_part": idle,
             f"{name}_got": got,
-            f"{name}_of_idle": got / alone.idle_part,
+            f"{name}_of_idle": of_idle,
             f"{name}_slowdown": slowdown,
             f"{name}_equal": float(is_equal),
         }
-        parts = (f"{alone.idle_part:.3f}", f"{got:.3f}", f"{got / alone.idle_part:.2f}")
-        times = (f"{alone.first_s:.1f}", f"{slowdown:.2f}")
+        times = (f"{alone_s:.1f}", f"{slowdown:.2f}")
+        parts = (f"{idle:.3f}", f"{got:.3f}", f"{of_idle:.2f}")
         rows.append((way, *times, *parts, "yes" if is_equal else "NO"))
     columns = ("other job", "alone s", "slowdown", "idle part", "got", "of idle", "equal")
     report("Tool time of one job, used by another", columns, rows, figures)

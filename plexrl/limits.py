@@ -264,6 +264,7 @@ LIMITS: Final[Mapping[str, Mapping[str, Bounds]]] = {
         "runs_max": _count(0, 10_000),
         "refused_keys_per_s": Bounds(1 / 3600, 1e6),
     },
+    "plexrl dashboard": {"port": _PORT},
     "plexrl history events": {
         "since_hours": Bounds(0, SECONDS_MAX),
         "until_hours": Bounds(0, SECONDS_MAX),

@@ -55,6 +55,7 @@ LAYERS = {
     "environments": ("adapters", "roll_out", "trajectory", "tools", "texts", "environment"),
     "cluster": (
         "supervisor",
+        "stored_page",
         "ray",
         "kubernetes",
         "embedded",

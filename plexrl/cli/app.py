@@ -66,7 +66,11 @@ PANELS: Panels = {
         "logout": ("cluster.keys:logout", "End the login on a cluster."),
         "audit": ("cluster.keys:audit", "Who changed what, and who was refused."),
         "usage": ("cluster.observe.usage:usage", "GPU-hours used, and saved by sharing."),
-        "history": ("cluster.history:history_app", "The archive of what happened, by day."),
+        "dashboard": (
+            "cluster.observe.dashboard:dashboard",
+            "The operator's page of a journal, or of a demo cluster.",
+        ),
+        "history": ("cluster.observe.history:history_app", "The archive of what happened, by day."),
         "config": ("cluster.config:config_app", "Check and show configuration files."),
         "events": (
             "cluster.observe.events:events",

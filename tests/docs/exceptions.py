@@ -8,6 +8,7 @@ PARSED = {
     "install ": "changes the machine that it runs on",
     "make ": "changes the environment or takes minutes; one target runs this test",
     "pip ": "changes the environment that it runs in",
+    "plexrl dashboard ": "serves until it is stopped; tests/router/dashboard/test_reopen.py",
     "plexrl doctor": "fails if anything is wrong; tests/cli/cluster/test_top_and_doctor.py",
     "plexrl fidelity": "needs the recording of a job of many cycles; tests/sim and"
     " tests/cluster/sharing/test_fidelity.py run it",

@@ -14,13 +14,18 @@ from plexrl.client.futures.checkpoints import list_call
 from plexrl.client.profiling.rollout_profile import make_profile
 from plexrl.errors import InvalidRequestError, NotFoundError
 from plexrl.limits import check_numbers
-from plexrl.wire.messages.node_queries import CheckpointView, JobCheckpoints, JobLogs, LogView
+from plexrl.wire.messages.node_queries import (
+    CheckpointFiles,
+    CheckpointView,
+    FileView,
+    JobCheckpoints,
+    JobLogs,
+    LogView,
+)
 from plexrl.wire.messages.run_views import ForkView, SampledSteps, StepSamples
 from plexrl.wire.messages.views import (
-    CheckpointFiles,
     DeploymentStatus,
     ExplainedJobView,
-    FileView,
     JobView,
     LoggedOperationView,
     MetricsRow,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from plexrl.client.calls.transport import Call, Query, Transport
 from plexrl.errors import InvalidRequestError, StorageError
 from plexrl.process.folders.durable_files import flush_tree, rename_durably
-from plexrl.wire.messages.views import CheckpointFiles, FileView
+from plexrl.wire.messages.node_queries import CheckpointFiles, FileView
 
 PIECE_BYTES = 16 << 20
 

@@ -70,7 +70,7 @@ class Service:
                 return
             if holding is not None:
                 await holding.close()
-            await self.listeners.open(self._connected)
+            await self.listen()
             self._expect_nodes()
             self.keep(self._end_silent_links())
             ready()
@@ -80,15 +80,23 @@ class Service:
             if runner.done():
                 # A lost lease, after which no peer may receive anything, or a bug.
                 runner.result()
-            self.listeners.close()
-            for task in list(self._background):
-                task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
+            await self.end()
         finally:
             beginning.cancel()
             stopping.cancel()
             runner.cancel()
             await asyncio.gather(runner, stopping, beginning, return_exceptions=True)
+
+    async def listen(self) -> None:
+        """Accept connections. Raises `ConflictError`: an address is taken."""
+        await self.listeners.open(self._connected)
+
+    async def end(self) -> None:
+        """Accept no more, and end all connections and what runs in the background."""
+        self.listeners.close()
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     async def _begun_or_held(
         self,

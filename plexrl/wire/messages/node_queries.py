@@ -37,6 +37,22 @@ class LogView(TypedDict):
     """Its last lines."""
 
 
+class FileView(TypedDict):
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the checkpoint's folder."""
+    bytes: int
+
+
+class CheckpointFiles(TypedDict):
+    """The files of a complete checkpoint."""
+
+    version: str
+    """Names this state of the checkpoint: another one may take its name."""
+    files: list[FileView]
+
+
 class CheckpointView(TypedDict):
     """State of one checkpoint."""
 

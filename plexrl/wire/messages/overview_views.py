@@ -30,6 +30,7 @@ SPANS_PER_LANE: Final = 300
 BAND_CELLS: Final = 120
 """Cells in time of each band."""
 QUEUE_PAGE_MAX: Final = 100
+BLOCKS_MAX: Final = 256
 WORK: Final = 0
 SWITCH: Final = 1
 """A move of state."""
@@ -46,6 +47,33 @@ class GpuCounts(TypedDict):
     gpus: int
     states: dict[str, int]
     """Number by state, of `GPU_STATES`; absent: there is none."""
+
+
+class BlockCounts(TypedDict):
+    """GPUs of the nodes of one block of the topology."""
+
+    block: str
+    """Empty: of nodes that name none."""
+    gpus: int
+    states: dict[str, int]
+    """As in `GpuCounts`."""
+
+
+class TierBytes(TypedDict):
+    """Bytes of states, by where they lie. A state on GPUs may also be stored, and counts twice."""
+
+    gpu: int
+    host: int
+    """Pinned host memory of the StateManagers."""
+    nvme: int
+    """What NVMe alone holds."""
+
+
+class JobMemoryView(TypedDict):
+    """Where the state of one deployment lies."""
+
+    deployment: DeploymentId
+    bytes: TierBytes
 
 
 class OperationTotalsView(TypedDict):
@@ -84,6 +112,10 @@ class OverviewView(TypedDict):
     gpus: GpuCounts
     node_types: list[GpuCounts]
     """Likewise by type of nodes, sorted by its name."""
+    blocks: list[BlockCounts]
+    """Likewise by block, if nodes name any; the first `BLOCKS_MAX` by name."""
+    memory: TierBytes
+    """Bytes of the states of the deployments that have GPUs."""
     nodes: int
     groups: int
     """Node groups that exist; for a tenant those where it has a member."""
@@ -268,6 +300,8 @@ class JobTimesView(TypedDict):
     job: JobId
     since: float | None
     """Submission of the oldest of them; None: none has finished."""
+    memory: list[JobMemoryView]
+    """Where the states of its deployments lie now."""
     rows: list[TimesView]
 
 

@@ -285,22 +285,6 @@ class MetricsRow(TypedDict):
     """The step of the row before, if it is higher: the controller went back to an earlier state."""
 
 
-class FileView(TypedDict):
-    """One file of a checkpoint."""
-
-    path: str
-    """Relative to the checkpoint's folder."""
-    bytes: int
-
-
-class CheckpointFiles(TypedDict):
-    """The files of a complete checkpoint."""
-
-    version: str
-    """Names this state of the checkpoint: another one may take its name."""
-    files: list[FileView]
-
-
 class HolderView(TypedDict):
     """`explain_holders.Holder`."""
 

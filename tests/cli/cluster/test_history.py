@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plexrl.cli.app import app
-from plexrl.cli.cluster.history import days_of
+from plexrl.cli.cluster.observe.history import days_of
 from plexrl.scheduler.service.journal.history.pieces import EVENTS, RUNS, STATE, parse
 from tests.scheduler.service.journal.history.archived_cluster import ArchivedCluster
 

@@ -106,12 +106,12 @@ def test_lanes_are_read_and_zoomed_with_the_keyboard(small: LiveRouter, tab: Tab
 
 
 DRAW = """import('./dashboard/views/lane_canvas.js').then(({ drawLane }) => {
-  const drawn = (job, oldest) => {
+  const drawn = (job, gaps, kind = 0) => {
     const canvas = document.createElement('canvas');
     canvas.style.cssText = 'width: 200px; height: 20px';
     document.body.append(canvas);
-    const spans = job ? [[0, 100, 0, 0]] : [];
-    const view = { since: 0, until: 100, oldest, jobs: [{ job, name: 'x'.repeat(99) }] };
+    const spans = job ? [[0, 100, 0, kind]] : [];
+    const view = { since: 0, until: 100, oldest: 0, gaps, jobs: [{ job, name: 'x'.repeat(99) }] };
     drawLane(canvas, view, { lane: { spans }, chosen: -1 });
     const context = canvas.getContext('2d');
     const rows = Array.from({ length: canvas.height - 4 }, (_, y) =>
@@ -120,16 +120,25 @@ DRAW = """import('./dashboard/views/lane_canvas.js').then(({ drawLane }) => {
     return { isHatched: rows.some((row) => row.some((each, at) => each !== row[at % 4])),
       look: rows.map((row) => row.slice(0, 3).join()).join(' ') };
   };
-  const jobs = Array.from({ length: 200 }, (_, at) => drawn(`job-${at}`, 0));
-  return { before: drawn('', 100).isHatched, jobs: jobs.some((each) => each.isHatched),
+  const jobs = Array.from({ length: 200 }, (_, at) => drawn(`job-${at}`, []));
+  const looks = [0, 1, 2].map((kind) => drawn('job', [], kind).look);
+  return { unknown: drawn('', [[0, 100]]).isHatched, kinds: new Set(looks).size,
+    jobs: jobs.some((each) => each.isHatched),
     looks: new Set(jobs.map((each) => each.look)).size };
 })"""
 
 
-def test_only_what_lies_before_the_history_is_hatched(small: LiveRouter, tab: Tab) -> None:
+def test_only_what_is_unknown_is_hatched_and_kinds_of_spans_differ(
+    small: LiveRouter, tab: Tab
+) -> None:
     enter(tab, small)
     tab.wait_for(SHOWN)
-    assert tab.evaluate(DRAW) == {"before": True, "jobs": False, "looks": 14}
+    assert tab.evaluate(DRAW) == {
+        "unknown": True,
+        "kinds": 3,
+        "jobs": False,
+        "looks": 14,
+    }
 
 
 def test_a_late_answer_does_not_replace_a_newer_one(small: LiveRouter, tab: Tab) -> None:

@@ -87,6 +87,8 @@ def balanced(urls: Sequence[str]) -> Iterator[tuple[str, LoadBalancer]]:
 
 async def _end(server: asyncio.Server) -> None:
     server.close()
+    # Those that have just been accepted begin, so that they close what they have.
+    await asyncio.sleep(0)
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -16,7 +16,7 @@ from plexrl.router.tinker.completions import CLONE
 from tests.cluster.tools import process_of
 from tests.router.tinker.clients import Tenant
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 SAMPLERS, CLONES, EACH = 2, 100, 10
 """Two deployments hold 1000 samples each, of 100 clones of a sampler with 10 samples each."""
 WATCHED_S = 25.0

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plexrl.ids import DeploymentId, JobId, TenantId
+from plexrl.ids import DeploymentId, JobId, NodeId, TenantId
 from plexrl.scheduler.accounting.fair_shares import tenant_share
 from plexrl.scheduler.admission.order import admission_key
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import is_possible
 from plexrl.scheduler.placement.waiting.unit_table import ROWS_MIN
 from plexrl.scheduler.queries.overview import possible
-from plexrl.scheduler.queries.overview.gpu_states import overview
+from plexrl.scheduler.queries.overview.gpu_states import memory_of, overview, total
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.queue import page, row
 from plexrl.scheduler.queries.overview.shares import Bills
@@ -52,6 +52,48 @@ def test_each_gpu_is_in_one_state() -> None:
     assert states(cluster) == {"computing": 2, "free": 2, "draining": 2}
     cluster.send(ev.NodeLost(node="m"))
     assert states(cluster) == {"computing": 2, "free": 2, "lost": 2}
+
+
+def test_bytes_of_states_are_told_by_tier_and_to_their_tenant_only() -> None:
+    cluster = two_jobs_on_one_group()
+    state = cluster.core.cluster.state
+    size = state.deployments[DeploymentId("a/actor")].spec.state_bytes
+    of_b = overview(cluster.core.cluster, U, cluster.now)["memory"]
+    assert of_b["gpu"] == size
+    (a,) = memory_of(state, state.jobs[JobId("a")])
+    assert a["bytes"] == {"gpu": 0, "host": size, "nvme": 0}
+    cluster.send(
+        ev.StateReported(
+            node=NodeId("n"),
+            states=(
+                ev.StateResidency(
+                    deployment=DeploymentId("a/actor"), host_bytes=size - 7, nvme_bytes=7
+                ),
+            ),
+        )
+    )
+    (a,) = memory_of(state, state.jobs[JobId("a")])
+    assert a["bytes"] == {"gpu": 0, "host": size - 7, "nvme": 7}
+    of_all = overview(cluster.core.cluster, None, cluster.now)["memory"]
+    own = [overview(cluster.core.cluster, each, cluster.now)["memory"] for each in (T, U)]
+    assert of_all == total(own)
+
+
+def test_gpus_are_counted_by_block_of_nodes() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.join_node(4, "n", block="row1/rack1")
+    cluster.join_node(4, "m", block="row1/rack2")
+    cluster.join_node(2, "o", block="row1/rack2")
+    cluster.join_router()
+    cluster.job("a")
+    cluster.deploy("a/actor", workers=4)
+    cluster.settle()
+    blocks = overview(cluster.core.cluster, None, cluster.now)["blocks"]
+    assert [(each["block"], each["gpus"]) for each in blocks] == [
+        ("row1/rack1", 4),
+        ("row1/rack2", 6),
+    ]
+    assert sum(each["states"].get("free", 0) for each in blocks) == 6
 
 
 def test_a_tenant_does_not_see_what_another_tenants_job_does() -> None:
@@ -256,7 +298,7 @@ def test_the_times_of_a_job_are_sums_over_its_operations() -> None:
     reader = TimesReader(state, state.jobs[JobId("a")])
     for _ in reader.steps(lambda: cluster.core.cluster):
         pass
-    rows = {(each["deployment"], each["kind"]): each for each in reader.view()["rows"]}
+    rows = {(each["deployment"], each["kind"]): each for each in reader.view(state)["rows"]}
     logged = [
         operation
         for operation in (state.operations[name] for name in state.finished.values())

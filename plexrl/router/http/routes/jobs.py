@@ -26,12 +26,16 @@ from plexrl.router.observe.run_health import check_limits
 from plexrl.router.services.services import Services, job_key
 from plexrl.runs.records import FOLDER, RunRecords
 from plexrl.wire import scheduler_methods as m
-from plexrl.wire.messages.node_queries import JobCheckpoints, JobLogs, LogView
+from plexrl.wire.messages.node_queries import (
+    CheckpointFiles,
+    FileView,
+    JobCheckpoints,
+    JobLogs,
+    LogView,
+)
 from plexrl.wire.messages.run_views import LoggedRow, SampledSteps, SampleView, StepSamples
 from plexrl.wire.messages.views import (
-    CheckpointFiles,
     ExplainedJobView,
-    FileView,
     HeartbeatView,
     Jobs,
     JobView,

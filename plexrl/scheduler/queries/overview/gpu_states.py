@@ -1,15 +1,23 @@
-"""Counts the GPUs by state, and what waits for them: a few microseconds for each group."""
+"""Counts the GPUs by state, the bytes of states by tier, and what waits: a few microseconds for
+each group.
+
+Bytes are those of the whole state as it was declared. A state that is on GPUs may also be stored:
+then it counts in both places, as it takes memory in both.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from plexrl.ids import DeploymentId, NodeId, TenantId
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.placement.fit.feasibility import count_impossible, is_possible
 from plexrl.scheduler.queries.eta import eta_quality
 from plexrl.scheduler.queries.overview.possible import can_get_gpus
-from plexrl.scheduler.state.records import Deployment, Group, Node, State
+from plexrl.scheduler.state.deployment.wpg.wpg import Wpg
+from plexrl.scheduler.state.machines.residency_states import Residency
+from plexrl.scheduler.state.records import Deployment, Group, Job, Node, State
 from plexrl.wire.messages.overview_views import (
+    BLOCKS_MAX,
     COMPUTING,
     DRAINING,
     FREE,
@@ -18,15 +26,21 @@ from plexrl.wire.messages.overview_views import (
     LOST,
     OTHERS,
     SWITCHING,
+    BlockCounts,
     GpuCounts,
+    JobMemoryView,
     OverviewView,
+    TierBytes,
 )
+
+_ON_GPUS = (Residency.DEVICE, Residency.MOVING)
 
 
 def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewView:
     """The cluster at `now`, for one tenant or for an operator (None)."""
     state = cluster.state
-    counts = _count(state, tenant)
+    counts = _count(state, tenant, lambda node: node.node_type)
+    blocks = _count(state, tenant, lambda node: node.block)
     groups = visible_groups(state, tenant)
     impossible = count_impossible(cluster, tenant)
     turns = [
@@ -37,6 +51,8 @@ def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewV
         "now": now,
         "gpus": _view("", counts.values()),
         "node_types": [_view(name, [counts[name]]) for name in sorted(counts)],
+        "blocks": [_block(name, blocks[name]) for name in sorted(blocks)][:BLOCKS_MAX],
+        "memory": total(tiers_of(each) for each in _members(state, groups, tenant)),
         "nodes": len(state.nodes),
         "groups": len(groups),
         "jobs_live": _live_jobs(cluster, tenant),
@@ -52,6 +68,36 @@ def overview(cluster: Cluster, tenant: TenantId | None, now: float) -> OverviewV
         view["switches"] = state.former_switches + switches
         view["switch_seconds"] = sum(group.switch_seconds for group in groups)
     return view
+
+
+def tiers_of(deployment: Deployment) -> TierBytes:
+    """The bytes of one deployment."""
+    state_bytes, wpg = deployment.spec.state_bytes, deployment.wpg
+    nvme = min(state_bytes, _nvme_bytes(wpg))
+    return {
+        "gpu": state_bytes if wpg.residency in _ON_GPUS else 0,
+        "host": state_bytes - nvme if wpg.stored.nodes else 0,
+        "nvme": nvme,
+    }
+
+
+def memory_of(state: State, job: Job) -> list[JobMemoryView]:
+    """The bytes of each deployment of a job that has any."""
+    found = [(state.deployments[name], name) for name in job.deployments]
+    views: list[JobMemoryView] = [
+        {"deployment": name, "bytes": tiers_of(deployment)} for deployment, name in found
+    ]
+    return [view for view in views if any(view["bytes"].values())]
+
+
+def total(found: Iterable[TierBytes]) -> TierBytes:
+    """Their sum."""
+    sums: TierBytes = {"gpu": 0, "host": 0, "nvme": 0}
+    for each in found:
+        sums["gpu"] += each["gpu"]
+        sums["host"] += each["host"]
+        sums["nvme"] += each["nvme"]
+    return sums
 
 
 def visible_groups(state: State, tenant: TenantId | None) -> list[Group]:
@@ -76,11 +122,8 @@ def taking_turns(
     state: State, groups: Iterable[Group], tenant: TenantId | None
 ) -> Iterator[Deployment]:
     """The members of `groups` whose next operation waits for their turn, each once."""
-    names = dict.fromkeys([name for g in groups for name in (*g.members, *g.fillers)])
-    for name in names:
-        deployment = state.deployments[name]
-        waits = deployment.work.queue and not deployment.work.running
-        if waits and tenant in (None, owner(state, name)):
+    for deployment in _members(state, groups, tenant):
+        if deployment.work.queue and not deployment.work.running:
             yield deployment
 
 
@@ -116,22 +159,38 @@ def _live_jobs(cluster: Cluster, tenant: TenantId | None) -> int:
     return sum(live.values()) if tenant is None else live.get(tenant, 0)
 
 
-def _count(state: State, tenant: TenantId | None) -> dict[str, Counter[str]]:
-    """GPUs by state, by type of nodes.
+def _members(
+    state: State, groups: Iterable[Group], tenant: TenantId | None
+) -> Iterator[Deployment]:
+    """The members of `groups` that the caller may see, each once."""
+    for name in dict.fromkeys([name for g in groups for name in (*g.members, *g.fillers)]):
+        if tenant in (None, owner(state, name)):
+            yield state.deployments[name]
+
+
+def _block(name: str, counts: Counter[str]) -> BlockCounts:
+    found = _view("", [counts])
+    return {"block": name, "gpus": found["gpus"], "states": found["states"]}
+
+
+def _count(
+    state: State, tenant: TenantId | None, key: Callable[[Node], str]
+) -> dict[str, Counter[str]]:
+    """GPUs by state, by a property of their nodes.
 
     After a start of the scheduler nodes are not alive until their agents connect. What runs on
     them goes on meanwhile; what is in no group cannot be used.
     """
-    counts: dict[str, Counter[str]] = {node.node_type: Counter() for node in state.nodes.values()}
+    counts: dict[str, Counter[str]] = {key(node): Counter() for node in state.nodes.values()}
     grouped: Counter[NodeId] = Counter()
     for group in state.groups.values():
         phase = _phase(state, group, tenant)
         for name, gpus in Counter([gpu.node for gpu in group.gpus]).items():
             grouped[name] += gpus
             node = state.nodes[name]
-            counts[node.node_type][LOST if node.lost_at is not None else phase] += gpus
+            counts[key(node)][LOST if node.lost_at is not None else phase] += gpus
     for node in state.nodes.values():
-        counts[node.node_type][_without_group(node)] += max(0, node.gpus - grouped[node.node])
+        counts[key(node)][_without_group(node)] += max(0, node.gpus - grouped[node.node])
     return counts
 
 
@@ -161,3 +220,8 @@ def _view(node_type: str, counts: Iterable[Counter[str]]) -> GpuCounts:
         total.update(each)
     states = {name: total[name] for name in GPU_STATES if total[name]}
     return {"node_type": node_type, "gpus": total.total(), "states": states}
+
+
+def _nvme_bytes(wpg: Wpg) -> int:
+    stored = wpg.stored
+    return sum(stored.nvme_bytes_by_node.get(node, 0) for node in stored.nodes)

@@ -5,6 +5,7 @@ from typing import Final
 
 from plexrl.ids import DeploymentId
 from plexrl.scheduler.placement.cluster import Cluster
+from plexrl.scheduler.queries.overview.gpu_states import memory_of
 from plexrl.scheduler.state.operation import Operation
 from plexrl.scheduler.state.records import Job, State
 from plexrl.wire.messages.overview_views import JobTimesView, TimesView
@@ -28,10 +29,11 @@ class TimesReader:
         while self._read_some(cluster().state):
             yield
 
-    def view(self) -> JobTimesView:
-        """What was read."""
+    def view(self, state: State) -> JobTimesView:
+        """What was read, and the job's memory in the present state."""
         rows = [self._rows[key] for key in sorted(self._rows)]
-        return {"job": self._job.job, "since": self._since, "rows": rows}
+        memory = memory_of(state, self._job)
+        return {"job": self._job.job, "since": self._since, "memory": memory, "rows": rows}
 
     def _read_some(self, state: State) -> bool:
         oldest = state.finished_count - len(state.finished) + 1

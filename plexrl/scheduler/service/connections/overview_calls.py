@@ -116,7 +116,7 @@ class OverviewCalls:
         reader = TimesReader(state, state.job(call.job))
         for _ in reader.steps(lambda: self._core.cluster):
             await self._pause()
-        return reader.view()
+        return reader.view(self._core.cluster.state)
 
     async def _shares(self, scope: Scope, _: calls.Nothing) -> ov.SharesView:
         bills = Bills()

@@ -90,6 +90,15 @@ export function gpuHours(gpuSeconds) {
   return `${Math.abs(hours) < 10 ? hours.toFixed(2) : Math.round(hours).toLocaleString()} h`;
 }
 
+export function size(bytes) {
+  if (!Number.isFinite(bytes)) return NO_DATA;
+  const steps = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+  for (const [unit, text] of steps) {
+    if (bytes >= unit) return `${bytes / unit < 10 ? (bytes / unit).toFixed(1) : Math.round(bytes / unit).toLocaleString()} ${text}`;
+  }
+  return `${bytes} B`;
+}
+
 export function percent(part) {
   return Number.isFinite(part) ? `${(100 * part).toFixed(part !== 0 && Math.abs(part) < 0.1 ? 1 : 0)} %` : NO_DATA;
 }

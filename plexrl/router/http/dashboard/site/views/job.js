@@ -1,6 +1,6 @@
 // A job: its state, why it waits, where the time went, what it learns, what it says.
 
-import { bar, duration, facts, gpuHours, interval, legend, make, panel, percent, table } from "../elements.js";
+import { bar, duration, facts, gpuHours, interval, legend, make, panel, percent, size, table } from "../elements.js";
 import { charts } from "./charts.js";
 import { rolloutPanel } from "./rollouts.js";
 
@@ -114,7 +114,14 @@ function times(view) {
       view.rows.map((row) => [short(row.deployment), row.kind, row.operations.toLocaleString(), row.failed,
         bar(most, PHASES.map(([name, field]) => [name, row[field]]), `${row.kind} by phase`), ...PHASES.map(([, field]) => duration(row[field]))]),
       "No operation has finished, or they have left the history."),
-    view.rows.length ? legend(PHASES.map(([name]) => [name, name])) : null);
+    view.rows.length ? legend(PHASES.map(([name]) => [name, name])) : null,
+    view.memory.length ? memory(view.memory) : null);
+}
+
+// What is on GPUs may also be stored: it takes memory in both.
+function memory(rows) {
+  return table([["state of", "name"], ["on GPUs", "number"], ["in host memory", "number"], ["on NVMe alone", "number"]],
+    rows.map((row) => [short(row.deployment), ...["gpu", "host", "nvme"].map((tier) => size(row.bytes[tier]))]), "");
 }
 
 function samplesPanel(found) {

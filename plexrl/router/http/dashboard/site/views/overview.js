@@ -1,6 +1,6 @@
 // The first page: how full the cluster is, who has it, what waits, and whether that is fair.
 
-import { bar, duration, facts, legend, make, panel, table } from "../elements.js";
+import { bar, duration, facts, legend, make, panel, size, table } from "../elements.js";
 import { lanesView } from "./lanes.js";
 import { queueView } from "./queue.js";
 import { sharesView } from "./shares.js";
@@ -47,10 +47,14 @@ function gpuParts(view) {
       ["wait for GPUs", waiting(view)],
       ["wait for a turn", view.turns ? `${view.turns.toLocaleString()}, the longest ${duration(view.now - view.turns_since)}` : 0],
       ["impossible", view.impossible.toLocaleString()],
+      ["states on GPUs", size(view.memory.gpu)], ["in host memory", size(view.memory.host)], ["on NVMe alone", size(view.memory.nvme)],
       ...(view.switches === undefined ? [] : [["context switches", `${view.switches.toLocaleString()}, ${duration(view.switch_seconds)}`]]),
     ]),
   ];
-  if (view.node_types.length > 1) parts.push(byType(view.node_types, found));
+  if (view.node_types.length > 1) {
+    parts.push(byPart("type of nodes", view.node_types.map((each) => [each.node_type || "any", each]), found));
+  }
+  if (view.blocks.length > 1) parts.push(blocks(view.blocks, found));
   return parts;
 }
 
@@ -58,9 +62,20 @@ function waiting(view) {
   return view.waiting_since !== null ? `${view.waiting.toLocaleString()}, the longest ${duration(view.now - view.waiting_since)}` : 0;
 }
 
-function byType(types, found) {
-  return table([["type of nodes", "name"], ["GPUs", "number"], ["by state", ""], ...found.map(([, text]) => [text, "number"])],
-    types.map((each) => [each.node_type || "any", each.gpus,
-      bar(each.gpus, found.map(([name]) => [name, each.states[name] || 0]), `GPUs of ${each.node_type || "any type"} by state`),
-      ...found.map(([name]) => each.states[name] || 0)]), "");
+function byPart(title, parts, found) {
+  return table([[title, "name"], ["GPUs", "number"], ["by state", ""], ...found.map(([, text]) => [text, "number"])],
+    parts.map(([name, each]) => [name, each.gpus,
+      bar(each.gpus, found.map(([state]) => [state, each.states[state] || 0]), `GPUs of ${name} by state`),
+      ...found.map(([state]) => each.states[state] || 0)]), "");
+}
+
+// Closed at first if there are many; it stays as the reader has left it.
+let blocksAreOpen = null;
+
+function blocks(all, found) {
+  const rows = byPart("block", all.map((each) => [each.block || "none", each]), found);
+  const details = make("details", {}, make("summary", {}, `${all.length} blocks of nodes`), rows);
+  details.open = blocksAreOpen ?? all.length <= 4;
+  details.addEventListener("toggle", () => { blocksAreOpen = details.open; });
+  return details;
 }
