@@ -40,7 +40,6 @@ UNDESCRIBED = ("POST /v1/runs", "POST /v1/jobs/quote")
 
 BODIES: Mapping[str, Any] = {
     "POST /v1/tenants/{name}/keys": {"user": f"{OWN}-user"},
-    "POST /v1/jobs/quote": {"name": "new", "expected_s": 1.0, "row": {"gpus": 1}},
     "POST /v1/jobs/{job}/finish": {"outcome": "completed"},
     "POST /v1/jobs/{job}/metrics": {"step": 1, "values": {"loss": 1.0}},
     "POST /v1/jobs/{job}/samples": {"step": 1, "total": 0, "failed": 0, "samples": []},
