@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from threading import Lock
 from typing import TypeVar
 
 from plexrl.errors import (
@@ -48,6 +49,8 @@ class CheckpointQuota:
         self._threads = threads
         self._checkpoints_max = checkpoints_max
         self._bytes_max = bytes_max
+        self._sharing = Lock()
+        """Of the thread that shares a checkpoint; it goes on when its request is repeated."""
 
     async def check(self, job: str, name: str) -> None:
         """Refuse to save checkpoint `name` of `job` beyond the quota of the job's tenant.
@@ -144,7 +147,8 @@ class CheckpointQuota:
         def link() -> None:
             found = source.read_record()
             try:
-                source.share(fork, new_name, self._router)
+                with self._sharing:
+                    source.share(fork, new_name, self._router)
             except CheckpointExistsError:
                 if target.read_record().stamps != found.stamps:
                     raise

@@ -128,19 +128,42 @@ def publish(part: Path, target: Path, node: str, *, overwrite: bool) -> None:
 def share(source: Path, target: Path, node: str) -> None:
     """Publish the checkpoint `source` under the name `target` too. Both have the same files, by
     hard links: files of a published checkpoint never change, and the bytes stay until both are
-    deleted.
+    deleted. Callers with the same `node` and `target` take turns.
 
     Raises:
         CheckpointExistsError: the name exists.
+        FileNotFoundError: `source` was deleted.
         OSError: the file system failed, or has no hard links.
     """
     part = part_of(target, node)
     begin(part)
     try:
-        shutil.copytree(source, part, copy_function=os.link, dirs_exist_ok=True)
+        _link_all(source, part)
         publish(part, target, node, overwrite=False)
     finally:
         announce_end(target, node)
+
+
+def _link_all(source: Path, part: Path) -> None:
+    """Link all files of one version of `source`, which others may replace or delete meanwhile."""
+    while True:
+        version = _version(source)
+        try:
+            shutil.copytree(source, part, copy_function=os.link, dirs_exist_ok=True)
+        except OSError:
+            # Raises if it was deleted.
+            if _version(source) == version:
+                raise
+        else:
+            if _version(source) == version:
+                return
+        # It was replaced: some files may be of the former version.
+        begin(part)
+
+
+def _version(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def sweep(folder: Path, node: str) -> list[Path]:
