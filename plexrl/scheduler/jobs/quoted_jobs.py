@@ -4,12 +4,22 @@ The errors of a tenant's newest completed jobs give the 80 % intervals of its ne
 conformal prediction (`state.demand.wait_intervals`). An error is relative to the quoted time to the
 end, so that long and short jobs are of one kind. A tenant's jobs change its own intervals only:
 what it says that it was quoted cannot harm others.
+
+The intervals of ends adapt to how many ends were inside theirs. A live job that is past its
+interval is outside already: its error is not known yet, and it is a large one.
 """
 
 from plexrl.ids import TenantId
 from plexrl.scheduler.state.demand.job_quote import JobQuote
-from plexrl.scheduler.state.demand.wait_intervals import CLUSTER_ERRORS, keep
+from plexrl.scheduler.state.demand.wait_intervals import (
+    CLUSTER_ERRORS,
+    COLD_FACTOR,
+    OUTSIDE,
+    adapted,
+    keep,
+)
 from plexrl.scheduler.state.records import Job, State
+from plexrl.scheduler.state.tenant import Tenant
 from plexrl.wire.messages.run_views import QuotedJobView
 
 SCALE_S_MIN = 1.0
@@ -30,7 +40,28 @@ def remember_quote(state: State, job: Job, now: float) -> None:
     scale_s = scale_of(quote.end_s)
     start_error = (job.placed_at - job.submitted_at - quote.start_s) / scale_s
     keep(tenant.quoted_starts, start_error, CLUSTER_ERRORS)
-    keep(tenant.quoted_ends, (now - job.submitted_at - quote.end_s) / scale_s, CLUSTER_ERRORS)
+    took_s = now - job.submitted_at
+    keep(tenant.quoted_ends, (took_s - quote.end_s) / scale_s, CLUSTER_ERRORS)
+    if not _is_guess(quote):
+        is_inside = quote.end_low_s <= took_s <= quote.end_high_s
+        tenant.quoted_shift = adapted(tenant.quoted_shift, is_inside=is_inside)
+
+
+def outside_of(state: State, tenant: Tenant, now: float) -> float:
+    """The part of the errors that the interval of the tenant's next quoted end leaves out."""
+    shift = tenant.quoted_shift
+    for job in state.jobs.values():
+        if job.tenant == tenant.tenant and job.quote is not None and not job.state.is_final:
+            is_late = now - job.submitted_at > job.quote.end_high_s
+            if is_late and not _is_guess(job.quote):
+                shift = adapted(shift, is_inside=False)
+    return OUTSIDE + shift
+
+
+def _is_guess(quote: JobQuote) -> bool:
+    """Whether its interval comes from no errors, and so teaches nothing about intervals."""
+    guess = quote.end_s / COLD_FACTOR, quote.end_s * COLD_FACTOR
+    return (quote.end_low_s, quote.end_high_s) == guess
 
 
 def quoted_jobs(state: State, tenant: TenantId | None) -> list[QuotedJobView]:

@@ -80,5 +80,7 @@ class Tenant:
     (`jobs.quoted_jobs`)."""
     quoted_ends: list[float] = field(default_factory=list)
     """Likewise of their ends."""
+    quoted_shift: float = 0.0
+    """By how much more than 20 % of those errors the interval of the next end leaves out."""
     gpu_seconds: float = 0.0
     """GPU time used so far."""

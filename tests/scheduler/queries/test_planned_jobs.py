@@ -1,5 +1,7 @@
 """The plan of a cluster, from which a quote is simulated."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -134,6 +136,37 @@ def test_a_completed_job_leaves_the_errors_of_its_quote_to_the_next() -> None:
     [view] = quoted_jobs(cluster.core.cluster.state, T)
     assert (view["quoted_end_s"], view["end_s"], view["state"]) == (100.0, took_s, "COMPLETED")
     assert quoted_jobs(cluster.core.cluster.state, TenantId("u")) == []
+
+
+def test_ends_outside_their_intervals_widen_the_next_one() -> None:
+    cluster = FakeCluster()
+    cluster.start_node(4)
+    cluster.send(ev.TenantCreated(tenant=T, key_digest="digest"))
+    ask = ReadPlan(name="b", row=AskedRow(gpus=1), expected_s=9.0)
+    cluster.job("a", quote=replace(QUOTE, end_low_s=90.0, end_high_s=110.0))
+    cluster.job("guessed", quote=QUOTE)
+    for name in ("a/actor", "guessed/actor"):
+        cluster.deploy(name, trace=TRACE)
+    cluster.settle()
+    assert plan_of(cluster, ask).end_outside == pytest.approx(0.2)
+    cluster.pass_time(150.0)
+    # It has not ended, and its interval is over.
+    late = plan_of(cluster, ask).end_outside
+    assert late == pytest.approx(0.12)
+    cluster.send(ev.JobFinished(job=JobId("a"), outcome="completed"))
+    cluster.send(ev.JobFinished(job=JobId("guessed"), outcome="completed"))
+    assert plan_of(cluster, ask).end_outside == late
+
+
+def test_a_job_without_gpus_of_its_own_is_in_no_plan_and_breaks_none() -> None:
+    cluster = FakeCluster()
+    cluster.start_node(4)
+    cluster.job("mine")
+    cluster.job("others", tenant=TenantId("u"))
+    fields = {"job": "others", "kind": "rollout", "preemptible": True}
+    cluster.send(training(deployment="others/rollout", **fields))
+    plan = plan_of(cluster, ReadPlan(name="b", row=AskedRow(gpus=1), expected_s=9.0))
+    assert plan.jobs == ()
 
 
 def test_a_cancelled_job_says_nothing_about_quotes() -> None:

@@ -12,6 +12,9 @@ from plexrl.scheduler.state.demand.wait_intervals import (
     CLUSTER_ERRORS,
     ERRORS_MIN,
     GROUP_ERRORS,
+    OUTSIDE,
+    adapted,
+    adapted_interval,
     interval,
     keep,
 )
@@ -84,3 +87,50 @@ def test_an_interval_is_of_possible_waits(
         newest = used[-(10 * ((len(used) + 1) // 10) - 1) :]
         assert sum(max(0.0, estimated_s + each) < low_s for each in newest) < 0.1 * len(newest)
         assert sum(max(0.0, estimated_s + each) > high_s for each in newest) < 0.1 * len(newest)
+
+
+def adapted_coverage(error: Callable[[int], float]) -> tuple[float, float]:
+    """Parts of the outcomes inside the adapted and the plain interval; `error` by number."""
+    errors: list[float] = []
+    inside = plain = 0
+    shift = 0.0
+    for number in range(WAITS):
+        low, high = adapted_interval(errors, 1000.0, OUTSIDE + shift)
+        before = interval(errors, errors, 1000.0)
+        new = error(number)
+        is_inside = low <= 1000.0 + new <= high
+        inside += is_inside
+        plain += before[0] <= 1000.0 + new <= before[1]
+        if len(errors) >= ERRORS_MIN:
+            shift = adapted(shift, is_inside=is_inside)
+        keep(errors, new, CLUSTER_ERRORS)
+    return inside / WAITS, plain / WAITS
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_adapted_intervals_hold_four_in_five(kind: str) -> None:
+    chance = Random(3)
+    inside, _ = adapted_coverage(lambda _: ERRORS[kind](chance))
+    assert 0.75 <= inside <= 0.85
+
+
+def test_adapted_intervals_hold_while_errors_grow_and_plain_ones_do_not() -> None:
+    chance = Random(4)
+    inside, plain = adapted_coverage(lambda number: 0.2 * number + chance.gauss(0.0, 4.0))
+    assert plain < 0.65
+    assert 0.75 <= inside <= 0.85
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), max_size=CLUSTER_ERRORS),
+    st.floats(0.0, 1e6),
+    st.lists(st.booleans(), max_size=60),
+)
+def test_an_adapted_interval_is_of_possible_times(
+    errors: list[float], estimated_s: float, inside: list[bool]
+) -> None:
+    shift = 0.0
+    for each in inside:
+        shift = adapted(shift, is_inside=each)
+    low_s, high_s = adapted_interval(errors, estimated_s, OUTSIDE + shift)
+    assert 0.0 <= low_s <= high_s

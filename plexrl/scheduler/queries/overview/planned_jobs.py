@@ -16,11 +16,13 @@ from plexrl.scheduler.accounting.earlier_jobs import expect_as_before, usual_len
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
 from plexrl.scheduler.admission.queues.expected_ends import left_alone_s
 from plexrl.scheduler.jobs.deployments import new_deployment, requested_spec
+from plexrl.scheduler.jobs.quoted_jobs import outside_of
 from plexrl.scheduler.placement.cluster import Cluster
 from plexrl.scheduler.rules.config import planning
 from plexrl.scheduler.rules.lookups import find_job
 from plexrl.scheduler.rules.settings import Situation
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
+from plexrl.scheduler.state.demand.wait_intervals import OUTSIDE
 from plexrl.scheduler.state.messages.calls import ReadPlan
 from plexrl.scheduler.state.records import Deployment, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
@@ -97,6 +99,8 @@ class ClusterPlan:
     start_errors: tuple[float, ...] = ()
     """Errors of the tenant's earlier quotes, oldest first (`jobs.quoted_jobs`)."""
     end_errors: tuple[float, ...] = ()
+    end_outside: float = OUTSIDE
+    """The part of them that the interval of the end leaves out."""
 
 
 def cluster_plan(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> ClusterPlan:
@@ -122,20 +126,23 @@ def cluster_plan(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float)
         asked=asked,
         start_errors=() if owner is None else tuple(owner.quoted_starts),
         end_errors=() if owner is None else tuple(owner.quoted_ends),
+        end_outside=OUTSIDE if owner is None else outside_of(cluster.state, owner, now),
     )
 
 
 def live_jobs(state: State, now: float) -> tuple[ProjectedJob, ...]:
-    """All live jobs that have or wait for GPUs."""
-    live = [job for job in state.jobs.values() if _is_planned(job)]
+    """All live jobs that have or wait for GPUs of their own."""
+    live = [job for job in state.jobs.values() if _is_planned(state, job)]
     live.sort(
         key=lambda job: (job.placed_at is None, job.placed_at or job.submitted_at, job.serial)
     )
     return tuple(_live(state, job, now) for job in live)
 
 
-def _is_planned(job: Job) -> bool:
-    return not job.state.is_final and not job.is_set_aside and bool(job.deployments)
+def _is_planned(state: State, job: Job) -> bool:
+    if job.state.is_final or job.is_set_aside:
+        return False
+    return any(not state.deployment(name).spec.preemptible for name in job.deployments)
 
 
 def _live(state: State, job: Job, now: float) -> ProjectedJob:

@@ -12,7 +12,7 @@ from statistics import median
 from plexrl.errors import CapacityError, OverloadedError
 from plexrl.scheduler.jobs.quoted_jobs import scale_of
 from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan
-from plexrl.scheduler.state.demand.wait_intervals import interval
+from plexrl.scheduler.state.demand.wait_intervals import OUTSIDE, adapted_interval
 from plexrl.sim.search.quote.planned_scenario import future_of
 from plexrl.sim.search.quote.simulated_future import FutureEnds, delays, simulate_future
 from plexrl.sim.search.quote.ways import Way, other_ways
@@ -139,7 +139,7 @@ def _figures(
     end_s = median(each.end_s for each in found)
     alone_s = median(each.alone_s for each in found)
     start_low_s, start_high_s = interval_of(plan.start_errors, start_s, end_s)
-    end_low_s, end_high_s = interval_of(plan.end_errors, end_s, end_s)
+    end_low_s, end_high_s = interval_of(plan.end_errors, end_s, end_s, plan.end_outside)
     hours = _hours(outcome)
     delayed, others = _delayed(plan, outcome, base)
     return {
@@ -159,11 +159,13 @@ def _figures(
     }
 
 
-def interval_of(errors: Sequence[float], estimated_s: float, end_s: float) -> tuple[float, float]:
+def interval_of(
+    errors: Sequence[float], estimated_s: float, end_s: float, outside: float = OUTSIDE
+) -> tuple[float, float]:
     """80 % interval of an estimate, from relative `errors` of earlier quotes; `end_s`: the
-    estimated end, which errors are relative to."""
+    estimated end, which errors are relative to; `outside`: the part of the errors to leave out."""
     seconds = [error * scale_of(end_s) for error in errors]
-    return interval(seconds, seconds, estimated_s)
+    return adapted_interval(seconds, estimated_s, outside)
 
 
 def _delayed(
