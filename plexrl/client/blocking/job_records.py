@@ -52,6 +52,8 @@ class JobRecords(JobReader):
         """Codes of the warnings of the run that hold since an earlier row."""
         self._loads: dict[str, Future[object]] = {}
         """By trainer: the load of the parent's state, in a fork."""
+        self._forked: list[str] = []
+        """Trainers of a fork, which have the parent's state or load it."""
 
     def log(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Add a row to the job's metrics, and to its trackers: `values` by name, for the
@@ -152,8 +154,10 @@ class JobRecords(JobReader):
         fork, name = self.fork, deployment.rpartition("/")[2]
         if fork is None or fork["step"] == 0:
             return
-        if kind == "rollout" and len(self._loads) == 1:
-            (trainer,) = self._loads
+        if kind == "train" and deployment not in self._forked:
+            self._forked.append(deployment)
+        if kind == "rollout" and len(self._forked) == 1:
+            (trainer,) = self._forked
             self._sent(named(self._sync(deployment, trainer), self.job, f"fork-{name}"))
         elif kind == "train" and self.deployment_status(name)["trainer_step"] < fork["step"]:
             shared = shared_name(fork, deployment)

@@ -5,12 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 import plexrl
 from plexrl.cluster.embedded.start import EmbeddedCluster
-from plexrl.errors import CheckpointNotFoundError, InvalidRequestError, UnknownJobError
+from plexrl.errors import (
+    CheckpointNotFoundError,
+    ControllerReplacedError,
+    InvalidRequestError,
+    UnknownJobError,
+)
 from tests.cluster.tools import VOCABULARY, checkpoint_weights, process_of, some_batch, wait_until
 
 MODEL = plexrl.tiny_qwen2(VOCABULARY, seed=5)
@@ -89,6 +95,83 @@ def test_a_rewound_job_repeats_its_steps(cluster: plexrl.Cluster) -> None:
         assert parent.resume_step(actor) == KEPT
         train(actor, KEPT)
         assert checkpoint_weights(actor, "again") == wanted
+
+
+@pytest.mark.parametrize("part", ["plexrl.scheduler", "plexrl.router"])
+def test_a_rewind_survives_the_kill_of_a_part(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, part: str
+) -> None:
+    parent, actor = trained(cluster)
+    with parent:
+        wanted = checkpoint_weights(actor)
+        rewinding = Thread(target=parent.rewind, args=(KEPT,))
+        rewinding.start()
+        wait_until(lambda: has_begun(cluster, parent), "the rewind loads nothing")
+        process_of(embedded, part).kill()
+        rewinding.join(120.0)
+        assert not rewinding.is_alive()
+        assert parent.resume_step(actor) == KEPT
+        train(actor, KEPT)
+        assert checkpoint_weights(actor, "again") == wanted
+        assert loads(cluster, parent.job) == 1
+
+
+@pytest.mark.parametrize("moment", ["fenced off", "begun", "loaded"])
+def test_a_rewind_that_is_killed_is_completed_by_the_next(
+    embedded: EmbeddedCluster, cluster: plexrl.Cluster, moment: str
+) -> None:
+    moments = {
+        "fenced off": lambda: is_fenced_off(parent),
+        "begun": lambda: has_begun(cluster, parent),
+        "loaded": lambda: loads(cluster, parent.job) > 0,
+    }
+    parent, actor = trained(cluster)
+    wanted = checkpoint_weights(actor)
+    command = [sys.executable, "-m", "plexrl", "rewind", parent.job, "--step", str(KEPT)]
+    access = {"PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key}
+    with subprocess.Popen(command, env=os.environ | access) as killed:
+        wait_until(moments[moment], f"the command is not {moment}")
+        killed.kill()
+    parent.left.set()
+    again = cluster.attach_job(parent.job)
+    with again:
+        again.rewind(KEPT)
+        same = again.train_deployment("actor", MODEL, checkpoint_every=KEPT)
+        assert again.resume_step(same) == KEPT
+        train(same, KEPT)
+        assert checkpoint_weights(same, "again") == wanted
+
+
+def has_begun(cluster: plexrl.Cluster, job: plexrl.Job) -> bool:
+    """Whether the load of a rewind is queued, runs or has run."""
+    status = cluster.attach_job(job.job, heartbeat=False).deployment_status("actor")
+    return bool(status["pending"] or status["running"] or loads(cluster, job.job))
+
+
+def is_fenced_off(job: plexrl.Job) -> bool:
+    """Whether another controller has the job."""
+    try:
+        job._transport.ask("POST", f"/v1/jobs/{job.job}/heartbeat")
+    except ControllerReplacedError:
+        return True
+    return False
+
+
+def test_a_rollout_of_a_fork_gets_its_weights_also_after_the_controllers_kill(
+    cluster: plexrl.Cluster,
+) -> None:
+    parent, _ = trained(cluster)
+    with parent:
+        fork = plexrl.Fork(parent.job, KEPT)
+        job = cluster.create_job("fork", fork=fork)
+        assert job.resume_step(job.train_deployment("actor", MODEL)) == KEPT
+        # As a controller that was killed here: the next one does the same.
+        with cluster.create_job("fork", job_id=job.job, fork=fork) as again:
+            assert again.resume_step(again.train_deployment("actor", MODEL)) == KEPT
+            rollout = again.rollout_deployment("rollout", MODEL)
+            rollout.barrier().result(120)
+            assert len(cluster.operations(job=job.job, kind="sync_weights")) == 1
+        job.left.set()
 
 
 def test_a_controller_that_is_started_again_loads_once(cluster: plexrl.Cluster) -> None:
