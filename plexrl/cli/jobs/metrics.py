@@ -164,9 +164,13 @@ def family_of(jobs: Sequence[JobView], job: str) -> list[JobView]:
 
 
 def _root(parents: Mapping[str, str | None], job: str) -> str:
-    """The job that all of a family come from; a parent that was forgotten, too. A fork is younger
-    than its parent, so there is no circle."""
+    """The job that all of a family come from; a parent that was forgotten, too. Ids of forgotten
+    jobs may be used again, for forks of their own forks: the first id of such a circle."""
+    seen: list[str] = []
     while (parent := parents.get(job)) is not None:
+        if job in seen:
+            return min(seen[seen.index(job) :])
+        seen.append(job)
         job = parent
     return job
 

@@ -62,8 +62,12 @@ class JobReader:
         if self.fork is None or name not in self.fork["settings"]:
             return default
         value = self.fork["settings"][name]
-        if isinstance(value, type(default)):
+        kind = type(default)
+        if isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool):
             return value
+        if kind is int and isinstance(value, float) and value.is_integer():
+            # JSON and `plexrl fork --set` have one kind of numbers.
+            return kind(value)
         raise InvalidRequestError(
             f"setting {name!r} is {value!r}, and its default {default!r} is a "
             f"{type(default).__name__}: fork with a value of that type"
