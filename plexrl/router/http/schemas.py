@@ -74,6 +74,16 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class ForkRequest(Strict):
+    """The job and the step that a fork begins with."""
+
+    job: str
+    step: Annotated[int, Limited("fork", "step")]
+    settings: dict[str, str | float | bool] = Field(
+        default_factory=dict, description="what its controller does differently"
+    )
+
+
 class JobRequest(Strict):
     """A job to submit."""
 
@@ -107,7 +117,7 @@ class JobRequest(Strict):
         description="whether the cluster warns of a sick run; limits of warnings by their names",
     )
     quote: dict[str, float] | None = Field(None, description="figures of a quote, to compare")
-    fork: dict[str, Any] | None = Field(None, description="`ForkView`: where it comes from")
+    fork: ForkRequest | None = Field(None, description="where it comes from")
 
 
 class FinishRequest(Strict):

@@ -14,6 +14,7 @@ from plexrl.errors import (
     JobEndedError,
 )
 from plexrl.ids import JobId
+from plexrl.limits import RECORDS_MAX
 from plexrl.scheduler.accounting.earlier_jobs import usual_length
 from plexrl.scheduler.accounting.fair_shares import begin_to_wait
 from plexrl.scheduler.accounting.tenants import check_budget, check_live_jobs, check_priority
@@ -50,6 +51,8 @@ JOB_KEYS_MAX = 16
 """Valid keys of one job; a further key takes the place of the oldest."""
 FORK_SETTINGS_MAX = 64
 """Settings of a fork."""
+FORK_SETTING_MAX = 1000
+"""Characters of a setting's name, and of its value: the journal keeps them."""
 DETACHED = "detached"
 """Outcome that detaches the job, so that another controller can attach it."""
 
@@ -123,11 +126,18 @@ def _check_fork(state: State, event: JobSubmitted) -> None:
         return
     if find_job(state, JobId(event.fork["job"])).tenant != event.tenant:
         raise unknown_job(JobId(event.fork["job"]))
-    if event.fork["step"] < 0 or len(event.fork["settings"]) > FORK_SETTINGS_MAX:
+    step, settings = event.fork["step"], event.fork["settings"]
+    if not 0 <= step <= RECORDS_MAX or len(settings) > FORK_SETTINGS_MAX:
         raise InvalidRequestError(
-            f"a fork is of a step from 0 on and has at most {FORK_SETTINGS_MAX} settings, not of "
-            f"step {event.fork['step']} with {len(event.fork['settings'])}"
+            f"a fork is of a step from 0 to {RECORDS_MAX} and has at most {FORK_SETTINGS_MAX} "
+            f"settings, not of step {step} with {len(settings)}"
         )
+    for name, value in settings.items():
+        if max(len(name), len(str(value))) > FORK_SETTING_MAX:
+            raise InvalidRequestError(
+                f"setting {name[:60]!r} of a fork is longer than {FORK_SETTING_MAX} characters: "
+                "name a file instead"
+            )
 
 
 def seen(context: Context, job: Job, now: float) -> None:

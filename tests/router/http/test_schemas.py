@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from plexrl.router.http.schemas import DeploymentRequest, JobRequest, LoraRequest, MetricsRequest
+from plexrl.router.http.schemas import (
+    DeploymentRequest,
+    ForkRequest,
+    JobRequest,
+    LoraRequest,
+    MetricsRequest,
+)
 
 JOB = {"job": "j", "name": "j"}
 DEPLOYMENT = {"name": "d", "kind": "train", "model": {}}
@@ -24,6 +30,7 @@ DEPLOYMENT = {"name": "d", "kind": "train", "model": {}}
         (DeploymentRequest, DEPLOYMENT, {"kv_cache_bytes": 1 << 70}),
         (MetricsRequest, {"step": 1, "values": {}}, {"step": 1 << 70}),
         (LoraRequest, {"rank": 1}, {"rank": 1 << 40}),
+        (ForkRequest, {"job": "j", "step": 1}, {"step": 1 << 70}),
     ],
 )
 def test_an_out_of_range_number_is_refused(
