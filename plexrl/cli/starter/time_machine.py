@@ -7,6 +7,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,9 +116,11 @@ def _value(text: str) -> Setting:
     if text in ("true", "false"):
         return text == "true"
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return text
+    # JSON, in which a fork is told its settings, has finite numbers only.
+    return number if isfinite(number) else text
 
 
 def _fork(job: str, step: int, settings: Sequence[tuple[str, list[Setting]]], number: int) -> str:

@@ -120,12 +120,12 @@ def test_a_rewind_survives_the_kill_of_a_part(
 def test_a_rewind_that_is_killed_is_completed_by_the_next(
     embedded: EmbeddedCluster, cluster: plexrl.Cluster, moment: str
 ) -> None:
+    parent, actor = trained(cluster)
     moments = {
         "fenced off": lambda: is_fenced_off(parent),
         "begun": lambda: has_begun(cluster, parent),
         "loaded": lambda: loads(cluster, parent.job) > 0,
     }
-    parent, actor = trained(cluster)
     wanted = checkpoint_weights(actor)
     command = [sys.executable, "-m", "plexrl", "rewind", parent.job, "--step", str(KEPT)]
     access = {"PLEXRL_URL": embedded.url, "PLEXRL_API_KEY": embedded.api_key}
