@@ -158,7 +158,12 @@ RESULTS = {
 }
 """What the SDK returns, never takes."""
 NAMED_NUMBERS = (
-    *("JobRequest.run_warnings", "JobRequest.quote", "MetricsRequest.values"),
+    *(
+        "JobRequest.run_warnings",
+        "JobRequest.quote",
+        "MetricsRequest.values",
+        "ForkRequest.settings",
+    ),
     "SampleRequest.reward",
 )
 """Any numbers, by names that are checked where they are used."""
