@@ -29,7 +29,11 @@ from plexrl.scheduler.queries.overview.runs import (
 )
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.history.archive import Archive, KeptHistory, expired
-from plexrl.scheduler.service.journal.history.event_files import encode_events
+from plexrl.scheduler.service.journal.history.event_files import (
+    encode_events,
+    is_continued_by,
+    last_piece,
+)
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     RUNS,
@@ -151,13 +155,15 @@ class HistoryWriter:
         self._failure = since, text
 
     def _begin(self) -> None:
-        """Find where the archive ends. One that is ahead of the journal is another journal's."""
+        """Find where the archive ends. One that is ahead of the journal, or ends with another
+        event than the journal has there, is another journal's."""
         self.archive.clean()
         pieces = self.archive.pieces()
         last = max((piece.series for piece in pieces), default=0)
         own = [piece for piece in pieces if piece.series == last]
         events, operations = _end(own, EVENTS), _end(own, RUNS)
-        if events > self._start[0] or operations > self._start[1]:
+        is_ahead = events > self._start[0] or operations > self._start[1]
+        if is_ahead or not is_continued_by(self._journal, last_piece(own, EVENTS, last)):
             last, events = last + 1, 0
         self._archived, self._series = events, last
 
