@@ -3,9 +3,12 @@
 Events of other tenants stay, and so do times and positions. A replay over deleted events is not
 possible: the reader says what is missing. Snapshots hold all tenants' states, so those made while
 the tenant had any are deleted.
+
+Later events are told by earlier ones and by snapshots, which name the jobs. So these go last: a
+deletion that was interrupted finds all the rest when it is repeated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +18,11 @@ from plexrl.errors import CorruptStateError
 from plexrl.ids import TenantId
 from plexrl.scheduler.operations.operations import OWN_MARK
 from plexrl.scheduler.service.journal.history.archive import Archive
-from plexrl.scheduler.service.journal.history.event_files import decode_events, repack
+from plexrl.scheduler.service.journal.history.event_files import (
+    EventRows,
+    decode_events,
+    repack,
+)
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     RUNS,
@@ -53,14 +60,17 @@ def delete_tenant(archive: Archive, tenant: TenantId) -> Deleted:
     deleted, owned = Deleted(), _Owned(tenant)
     pieces = archive.pieces()
     # Snapshots name the jobs that began before the oldest event.
+    states = [
+        piece
+        for piece in pieces
+        if piece.kind == STATE and _has_state(archive, piece, owned, deleted)
+    ]
+    _delete_events(archive, [each for each in pieces if each.kind == EVENTS], owned, deleted)
     for piece in pieces:
-        if piece.kind == STATE:
-            _delete_state(archive, piece, owned, deleted)
-    for piece in pieces:
-        if piece.kind == EVENTS:
-            _delete_events(archive, piece, owned, deleted)
-        elif piece.kind == RUNS:
+        if piece.kind == RUNS:
             _delete_runs(archive, piece, tenant, deleted)
+    archive.delete(states)
+    deleted.snapshots = len(states)
     return deleted
 
 
@@ -72,6 +82,12 @@ class _Owned:
         self._jobs: set[str] = set()
         self._operations: dict[str, bool] = {}
         """Whether an unfinished operation is the tenant's."""
+
+    def copy(self) -> "_Owned":
+        """What is known now."""
+        found = _Owned(self.tenant)
+        found._jobs, found._operations = self._jobs.copy(), self._operations.copy()
+        return found
 
     def add_jobs(self, jobs: Iterable[str]) -> None:
         """Jobs of the tenant."""
@@ -114,42 +130,66 @@ class _Owned:
         return isinstance(text, str) and "/" in text and text.partition("/")[0] in self._jobs
 
 
-def _delete_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+def _has_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> bool:
+    """Whether the snapshot has anything of the tenant, whose jobs are noted."""
     content = archive.read(piece)
     if content is None:
-        return
+        return False
     try:
         state = msgspec.msgpack.decode(unseal(piece.name, content))["state"]
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
-        return
+        _delete_damaged(archive, piece, deleted)
+        return False
     jobs = [name for name, job in state["jobs"].items() if job["tenant"] == owned.tenant]
     owned.add_jobs(jobs)
-    if jobs or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]:
-        deleted.snapshots += 1
-        archive.delete([piece])
+    return bool(jobs) or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]
 
 
-def _delete_events(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+def _delete_events(
+    archive: Archive, pieces: Sequence[ArchivePiece], owned: _Owned, deleted: Deleted
+) -> None:
+    """Delete from the last piece to the first, once all were read."""
+    found: list[tuple[ArchivePiece, _Owned]] = []
+    for piece in pieces:
+        before, rows = owned.copy(), _rows(archive, piece, deleted)
+        if rows is not None and (count := _without(rows, owned)):
+            deleted.events += count
+            found.append((piece, before))
+    for piece, known in reversed(found):
+        rows = _rows(archive, piece, deleted)
+        if rows is not None:
+            _without(rows, known)
+            archive.write(piece, repack(piece, rows))
+
+
+def _rows(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> EventRows | None:
     content = archive.read(piece)
     if content is None:
-        return
+        return None
     try:
-        rows = decode_events(piece, content)
+        return decode_events(piece, content)
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
-        return
-    before = deleted.events
+        _delete_damaged(archive, piece, deleted)
+        return None
+
+
+def _without(rows: EventRows, owned: _Owned) -> int:
+    """Remove what is the tenant's; returns of how many events."""
+    count = 0
     for number, body in enumerate(rows.bodies):
-        event = msgspec.json.decode(body) if body else {}
-        rest = owned.rest_of(event) if body else event
+        if not body:
+            continue
+        event = msgspec.json.decode(body)
+        rest = owned.rest_of(event)
         if rest is not event:
             rows.bodies[number] = "" if rest is None else msgspec.json.encode(rest).decode()
-            deleted.events += 1
-    if deleted.events > before:
-        archive.write(piece, repack(piece, rows))
+            count += 1
+    return count
+
+
+def _delete_damaged(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> None:
+    deleted.damaged.append(piece.name)
+    archive.delete([piece])
 
 
 def _delete_runs(archive: Archive, piece: ArchivePiece, tenant: TenantId, deleted: Deleted) -> None:
@@ -159,8 +199,7 @@ def _delete_runs(archive: Archive, piece: ArchivePiece, tenant: TenantId, delete
     try:
         runs = decode_runs(piece.name, read, len(RESOLUTIONS_S) - 1, None)
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
+        _delete_damaged(archive, piece, deleted)
         return
     others = [run for run in runs or () if run.job is None or run.job.tenant != tenant]
     if runs is not None and len(others) < len(runs):
