@@ -79,8 +79,9 @@ class OverviewCalls:
         until = self._now() - call.until_s
         window = until - call.seconds, until
         reader = LanesReader(self._core.cluster, scope, window, call.first)
+        await self._read(reader.read_memory(lambda: self._core.cluster))
         await self._add_earlier(reader, scope)
-        await self._read(reader.steps(lambda: self._core.cluster))
+        await self._read(reader.steps())
         return reader.view()
 
     async def _add_earlier(self, reader: LanesReader, scope: Scope) -> None:
