@@ -8,9 +8,9 @@ Later events are told by earlier ones and by snapshots, which name the jobs. So 
 deletion that was interrupted finds all the rest when it is repeated.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -36,6 +36,8 @@ from plexrl.scheduler.service.journal.history.run_files import (
     encode_runs,
 )
 
+OPERATIONS_MAX: Final = 1_000_000
+"""Operations of the tenant that are known at a time; many more than a scheduler keeps."""
 LISTS = frozenset({"states", "workers"})
 """Fields of reports of nodes that name several tenants' deployments."""
 
@@ -80,18 +82,15 @@ class _Owned:
     def __init__(self, tenant: TenantId) -> None:
         self.tenant = tenant
         self._jobs: set[str] = set()
-        self._operations: dict[str, bool] = {}
-        """Whether an unfinished operation is the tenant's."""
+        self._operations: dict[str, None] = {}
+        """The tenant's newest operations, oldest first. One may be reported again after its end."""
 
-    def copy(self) -> "_Owned":
-        """What is known now."""
-        found = _Owned(self.tenant)
-        found._jobs, found._operations = self._jobs.copy(), self._operations.copy()
-        return found
-
-    def add_jobs(self, jobs: Iterable[str]) -> None:
-        """Jobs of the tenant."""
+    def add_jobs(self, jobs: Iterable[str], operations: Mapping[str, Any]) -> None:
+        """Jobs of the tenant, and the operations of all tenants beside them."""
         self._jobs.update(jobs)
+        for name, operation in operations.items():
+            if self._names(operation["deployment"]):
+                self._add_operation(name)
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """The event without what is the tenant's; None: nothing is left of it."""
@@ -114,14 +113,19 @@ class _Owned:
         if isinstance(job, str) or event.get("deployment"):
             is_own = job in self._jobs or self._names(event.get("deployment"))
             if event["type"] == "OperationSubmitted":
-                self._operations[str(operation)] = is_own
+                if is_own:
+                    self._add_operation(str(operation))
+                else:
+                    self._operations.pop(str(operation), None)
             return is_own
         # The scheduler's own operations are named after the deployment, or the sync they serve.
         name = str(operation).partition(OWN_MARK)[0]
-        known = self._operations.get(name)
-        if name == operation and event["type"] == "OperationFinished":
-            self._operations.pop(name, None)
-        return self._names(name) if known is None else known
+        return name in self._operations or self._names(name)
+
+    def _add_operation(self, name: str) -> None:
+        self._operations[name] = None
+        if len(self._operations) > OPERATIONS_MAX:
+            del self._operations[next(iter(self._operations))]
 
     def _names(self, found: object) -> bool:
         """Whether a deployment, an operation of the scheduler's own, or a report of one is the
@@ -141,7 +145,7 @@ def _has_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: De
         _delete_damaged(archive, piece, deleted)
         return False
     jobs = [name for name, job in state["jobs"].items() if job["tenant"] == owned.tenant]
-    owned.add_jobs(jobs)
+    owned.add_jobs(jobs, state["operations"])
     return bool(jobs) or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]
 
 
@@ -149,17 +153,36 @@ def _delete_events(
     archive: Archive, pieces: Sequence[ArchivePiece], owned: _Owned, deleted: Deleted
 ) -> None:
     """Delete from the last piece to the first, once all were read."""
-    found: list[tuple[ArchivePiece, _Owned]] = []
+    found: list[tuple[ArchivePiece, _Rest]] = []
     for piece in pieces:
-        before, rows = owned.copy(), _rows(archive, piece, deleted)
-        if rows is not None and (count := _without(rows, owned)):
-            deleted.events += count
-            found.append((piece, before))
-    for piece, known in reversed(found):
+        rows = _rows(archive, piece, deleted)
+        rest = None if rows is None else _rest_of(rows, owned)
+        if rest is not None and rest.events:
+            deleted.events += rest.events
+            found.append((piece, rest))
+    for piece, rest in reversed(found):
         rows = _rows(archive, piece, deleted)
         if rows is not None:
-            _without(rows, known)
+            rest.replace(rows)
             archive.write(piece, repack(piece, rows))
+
+
+class _Rest:
+    """What is left of the events of one piece."""
+
+    def __init__(self, count: int) -> None:
+        self.events = 0
+        """Those of which something is deleted."""
+        self.is_gone = bytearray(count)
+        self.parts: dict[int, str] = {}
+
+    def replace(self, rows: EventRows) -> None:
+        """Put it in place of the events."""
+        for number, is_gone in enumerate(self.is_gone):
+            if is_gone:
+                rows.bodies[number] = ""
+        for number, body in self.parts.items():
+            rows.bodies[number] = body
 
 
 def _rows(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> EventRows | None:
@@ -173,18 +196,21 @@ def _rows(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> EventRows 
         return None
 
 
-def _without(rows: EventRows, owned: _Owned) -> int:
-    """Remove what is the tenant's; returns of how many events."""
-    count = 0
+def _rest_of(rows: EventRows, owned: _Owned) -> _Rest:
+    found = _Rest(len(rows.bodies))
     for number, body in enumerate(rows.bodies):
         if not body:
             continue
         event = msgspec.json.decode(body)
         rest = owned.rest_of(event)
-        if rest is not event:
-            rows.bodies[number] = "" if rest is None else msgspec.json.encode(rest).decode()
-            count += 1
-    return count
+        if rest is event:
+            continue
+        found.events += 1
+        if rest is None:
+            found.is_gone[number] = True
+        else:
+            found.parts[number] = msgspec.json.encode(rest).decode()
+    return found
 
 
 def _delete_damaged(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> None:

@@ -1,22 +1,16 @@
 """What the history does not have is not read as if nothing had happened."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from plexrl.errors import NotFoundError, StorageError, StorageFullError
-from plexrl.ids import TenantId
-from plexrl.scheduler.service.journal.history.archive import Archive
-from plexrl.scheduler.service.journal.history.deletion import delete_tenant
+from plexrl.errors import NotFoundError, StorageError
 from plexrl.scheduler.service.journal.history.event_files import decode_events, repack
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     STATE,
-    ArchivePiece,
-    unseal,
 )
 from tests.scheduler.service.journal.history.archived_cluster import ArchivedCluster
 
@@ -101,46 +95,6 @@ def test_no_replay_begins_with_a_snapshot_of_the_same_millisecond(tmp_path: Path
     assert state.begin < since
     replay = cluster.reader(with_journal=False).replay(cluster.config, since, LATER)
     assert list(replay.events) == [(at, event) for event, at in cluster.journal if at >= since]
-
-
-class FailingArchive(Archive):
-    """An archive of which only so many writes and deletions succeed."""
-
-    left = 0
-
-    def write(self, piece: ArchivePiece, content: bytes) -> None:
-        self._count()
-        super().write(piece, content)
-
-    def delete(self, pieces: Sequence[ArchivePiece]) -> None:
-        self._count()
-        super().delete(pieces)
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise StorageFullError("the test's disk is full", retry_after_s=1.0)
-
-
-@pytest.mark.parametrize("writes", range(6))
-def test_a_deletion_that_was_interrupted_is_completed_by_the_next(
-    tmp_path: Path, writes: int
-) -> None:
-    cluster = ArchivedCluster(tmp_path)
-    for _ in range(3):
-        cluster.work()
-        cluster.save()
-    archive = FailingArchive(str(tmp_path / "history"))
-    archive.left = writes
-    # The oldest events, with the submission of the job, are gone: snapshots alone name it.
-    cluster.archive.delete(cluster.archive.pieces(EVENTS)[: writes % 2])
-    with pytest.raises(StorageFullError):
-        delete_tenant(archive, TenantId("u"))
-    delete_tenant(cluster.archive, TenantId("u"))
-    for piece in cluster.archive.pieces(EVENTS):
-        content = cluster.archive.read(piece)
-        assert content is not None
-        assert b"b/actor" not in unseal(piece.name, content)
 
 
 def test_an_event_of_another_version_is_named(tmp_path: Path) -> None:
