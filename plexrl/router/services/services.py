@@ -37,7 +37,7 @@ from plexrl.router.observe.overview import Overviews
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
-from plexrl.router.services.authentication import Caller, KeyCache, authorization_of
+from plexrl.router.services.authentication import Caller, KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.shutdown import Shutdown
@@ -110,7 +110,7 @@ class RouterServices:
         if isinstance(known, Caller):
             return known
         address = request.client.host if request.client else ""
-        caller = await self.keys.caller_of(authorization_of(request), address)
+        caller = await self.keys.caller_of(self.keys.authorization_of(request), address)
         controller = request.headers.get(CONTROLLER_HEADER, "")
         found: Caller = replace(caller, controller=controller)
         # A key of a job is not cached, and the handlers of a request ask several times.
