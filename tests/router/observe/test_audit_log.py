@@ -136,8 +136,8 @@ def test_a_line_after_one_that_was_cut_is_whole_and_a_long_path_is_cut(tmp_path:
         await send({"type": "http.response.start", "status": 401, "headers": []})
 
     async def run() -> None:
-        async def drop(_: Any) -> None:
-            pass
+        async def drop(*_: Any) -> Any:
+            return None
 
         log = AuditLog(
             refuse, data_dir=tmp_path, router="r", bytes_max=1 << 20, error_response=drop_error
