@@ -293,6 +293,17 @@ def test_a_scope_narrows_a_key(walk: Walk) -> None:
         assert status == 200, "both scopes include it"
 
 
+def test_who_may_not_cancel_an_operation_does_not_do_so_by_leaving_its_stream(walk: Walk) -> None:
+    body = {"role": "member", "scope": "read", "name": "reads"}
+    reads = send(walk.operator, "POST", f"/v1/tenants/{OWN}/keys", body).json()["api_key"]
+    for key in (reads, walk.key(OWN, AccessRole.VIEWER)):
+        with walk.client(key) as client:
+            for choice, status in (("cancel", 403), ("continue", 404)):
+                query = {"on_disconnect": choice}
+                found = client.get("/v1/operations/none/stream", params=query)
+                assert found.status_code == status
+
+
 def test_an_admin_of_a_tenant_makes_keys_for_it_and_none_for_operators(walk: Walk) -> None:
     with walk.client(walk.key(OWN, AccessRole.ADMIN)) as admin:
         path = f"/v1/tenants/{OWN}/keys"
