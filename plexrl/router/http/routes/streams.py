@@ -6,7 +6,14 @@ from typing import Literal
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from plexrl.router.http.streams.events import StreamEvent, json_line, read_cursor, server_sent
+from plexrl.errors import AuthenticationError
+from plexrl.router.http.streams.events import (
+    StreamEvent,
+    error_event,
+    json_line,
+    read_cursor,
+    server_sent,
+)
 from plexrl.router.http.streams.token_reader import TokenReader
 from plexrl.router.services.access_table import CHANGE
 from plexrl.router.services.guarded_route import GuardedRoute, check_access
@@ -64,8 +71,14 @@ async def _encoded(
     reader: TokenReader,
     encode: Callable[[StreamEvent], bytes],
 ) -> AsyncIterator[bytes]:
-    """The encoded events, until the client disconnects or this router stops."""
+    """The encoded events, until the client disconnects, its key is revoked or expires, or this
+    router stops."""
     async for event in reader.events():
+        try:
+            await services.check_still_valid(request)
+        except AuthenticationError as error:
+            yield encode(error_event(error.to_wire()))
+            return
         if "waiting" in event and await request.is_disconnected():
             return
         yield encode(event)
