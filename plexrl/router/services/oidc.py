@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -41,6 +41,9 @@ KEYS_FRESH_S = 600.0
 KEYS_RETRY_S = 2.0
 """Shortest time between two looks for a key that is not known, or after one that failed."""
 TIMEOUT_S = 10.0
+USER_CHARACTERS = "".join(map(chr, range(ord("!"), ord("~") + 1))).replace("%", "")
+"""What stands for itself in the name of a user; all else is percent-encoded."""
+USER_MAX = 200
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 OPERATOR = "operator"
 """The operator's tenant."""
@@ -264,7 +267,8 @@ class Provider:
         name = self.config.user_claim
         if name == "email" and claims.get("email_verified") is not True:
             name = "sub"
-        return str(claims.get(name, claims["sub"]))[:200]
+        # As names of the users of keys are: a run of the user gets a key in this name.
+        return quote(str(claims.get(name) or claims["sub"]), safe=USER_CHARACTERS)[:USER_MAX]
 
 
 def _key_set(found: object) -> KeySet:

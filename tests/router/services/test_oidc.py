@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hmac
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from plexrl.errors import (
     UnavailableError,
 )
 from plexrl.router.http.dashboard.login import logout
+from plexrl.router.http.routes.tenants import USER
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.services.authentication import Caller, KeyCache
 from plexrl.router.services.oidc import (
@@ -114,6 +116,10 @@ def test_groups_become_tenant_and_role_in_the_order_of_the_settings() -> None:
     both = token(groups=["all", "leads"], email="x@y", email_verified=True, aud=["cli"])
     assert caller(both) == Caller("a", AccessRole.ADMIN, user="x@y", key="oidc")
     assert caller(token(groups="leads", email="x@y")).user == "1", "an address that nobody verified"
+    for email, user in (("", "1"), ("Zoë 5%\n", "Zo%C3%AB%205%25%0A"), ("x" * 300, "x" * 200)):
+        found = caller(token(email=email, email_verified=True)).user
+        assert found == user
+        assert re.fullmatch(USER, found)
     for groups in ([], ["none"], None):
         with pytest.raises(PermissionDeniedError, match="no group of yours"):
             caller(token(groups=groups))
