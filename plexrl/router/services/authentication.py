@@ -4,12 +4,13 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.access import OPERATORS, AccessRole, KeyOwnerView, KeyScope
-from plexrl.errors import AuthenticationError
+from plexrl.errors import AuthenticationError, PermissionDeniedError
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.wire import scheduler_methods as m
@@ -128,9 +129,28 @@ class KeyCache:
         try:
             return await self._caller_of(bearer_key(authorization), network)
         except AuthenticationError:
-            if (text := self.refused.add(network, time.monotonic())) is not None:
-                LOG.warning("%s", text)
+            self._count_refusal(network)
             raise
+
+    @contextmanager
+    def limited(self, address: str) -> Iterator[None]:
+        """Limit logins as requests with unknown keys: each that is refused counts, because the
+        identity provider was asked about it.
+
+        Raises:
+            OverloadedError: too many came from the address.
+        """
+        network = client_network(address)
+        self.refused.check(network, time.monotonic())
+        try:
+            yield
+        except (AuthenticationError, PermissionDeniedError):
+            self._count_refusal(network)
+            raise
+
+    def _count_refusal(self, network: str) -> None:
+        if (text := self.refused.add(network, time.monotonic())) is not None:
+            LOG.warning("%s", text)
 
     async def _caller_of(self, key: str, network: str) -> Caller:
         digest = key_digest(key)

@@ -6,6 +6,7 @@ import hmac
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,12 @@ from plexrl.access import AccessRole
 from plexrl.errors import (
     AuthenticationError,
     InvalidRequestError,
+    OverloadedError,
     PermissionDeniedError,
+    PlexRLError,
     UnavailableError,
 )
-from plexrl.router.http.dashboard.login import logout
+from plexrl.router.http.dashboard.login import callback, logout, refresh
 from plexrl.router.http.routes.tenants import USER
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.router.services.authentication import Caller, KeyCache
@@ -257,6 +260,46 @@ def test_a_login_ends_on_the_page_although_the_provider_is_down() -> None:
         dropped = response.headers.getlist("set-cookie")
         assert len(dropped) == 3
         assert all("Max-Age=0" in each and each.startswith("__Host-") for each in dropped)
+
+
+def test_strangers_make_the_router_ask_the_provider_no_more_than_their_limit() -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            asked.append(request.url.path)
+            return httpx.Response(400, json={"error": "invalid_grant"})
+        described = {"issuer": ISSUER, "token_endpoint": f"{ISSUER}/token"}
+        return httpx.Response(200, json=described)
+
+    keys = KeyCache(RefusedKeys(burst=3, per_s=1e-9))
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    keys.provider = Provider(CONFIG, client=client)
+    services: Any = SimpleNamespace(keys=keys)
+    cookies = b"__Host-plexrl-refresh=r; __Host-plexrl-login=s.n.v"
+    headers = [(b"plexrl-page", b"1"), (b"cookie", cookies)]
+    request = Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 1), "state": {}})
+
+    async def run() -> list[type]:
+        ends, begins = partial(refresh, request, services), partial(callback, request, services)
+        return [
+            await outcome(ends()),
+            await outcome(begins("s", "code")),
+            *[await outcome(ends()) for _ in range(3)],
+            await outcome(begins("s", "code")),
+        ]
+
+    async def outcome(attempt: Any) -> type:
+        with pytest.raises(PlexRLError) as caught:
+            await attempt
+        return caught.type
+
+    first, second, third, *rest = asyncio.run(run())
+    assert (first, second, third) == (
+        *(AuthenticationError, PermissionDeniedError, AuthenticationError),
+    )
+    assert set(rest) == {OverloadedError}
+    assert asked == ["/token"] * 3
 
 
 def test_over_https_a_cookie_that_another_host_of_the_domain_has_set_does_not_count() -> None:

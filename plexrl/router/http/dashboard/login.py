@@ -115,8 +115,10 @@ async def callback(
         "redirect_uri": _callback(services),
         "code_verifier": login["verifier"],
     }
-    tokens = await _tokens(services, form)
-    request.state.caller, left_s = await provider.caller(tokens["id_token"], nonce=login["nonce"])
+    with services.keys.limited(_address(request)):
+        tokens = await _tokens(services, form)
+        found = await provider.caller(tokens["id_token"], nonce=login["nonce"])
+    request.state.caller, left_s = found
     reply = RedirectResponse(f"{provider.config.public_url.rstrip('/')}/dashboard", 303)
     _drop_cookie(services, reply, LOGIN_COOKIE)
     _keep(services, reply, tokens, left_s)
@@ -131,12 +133,14 @@ async def refresh(request: Request, services: Services) -> Response:
     token = request.cookies.get(_name(services, REFRESH_COOKIE))
     if not token:
         raise AuthenticationError("the login has ended: log in again")
-    try:
-        form = {"grant_type": "refresh_token", "refresh_token": token}
-        tokens = await _tokens(services, form)
-    except PermissionDeniedError as error:
-        raise AuthenticationError("the login has ended: log in again") from error
-    request.state.caller, left_s = await provider.caller(tokens["id_token"])
+    form = {"grant_type": "refresh_token", "refresh_token": token}
+    with services.keys.limited(_address(request)):
+        try:
+            tokens = await _tokens(services, form)
+        except PermissionDeniedError as error:
+            raise AuthenticationError("the login has ended: log in again") from error
+        found = await provider.caller(tokens["id_token"])
+    request.state.caller, left_s = found
     reply = Response(status_code=204)
     _keep(services, reply, tokens, left_s)
     return reply
@@ -167,6 +171,10 @@ def _provider(services: RouterServices) -> "Provider":
     if services.keys.provider is None:
         raise NotFoundError("nobody can log in here: use an API key")
     return services.keys.provider
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 def _check_page(request: Request) -> None:
