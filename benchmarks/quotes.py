@@ -5,10 +5,10 @@
 A fleet of 120 jobs with the published 7B profile in four sizes, and of 5 to 30 cycles, is
 submitted at random moments to 10 simulated nodes, which fill up. Each job asks for a quote just
 before its submission, from a plan of the running core, as `plexrl quote` does, but of one future
-instead of five: the whole takes two minutes of processor time. It knows the jobs that are live, not those that
-come later. When the job has completed, its quote is compared with what came of it, and its errors
-give the next intervals. *declared*: jobs declare their demand. *measured*: the scheduler profiles
-them, and a quote knows of live jobs what was measured so far.
+instead of five: the whole takes two minutes of processor time. It knows the jobs that are live, not
+those that come later. When the job has completed, its quote is compared with what came of it, and
+its errors give the next intervals. *declared*: jobs declare their demand. *measured*: the scheduler
+profiles them, and a quote knows of live jobs what was measured so far.
 
 The rule of the intervals was chosen on another fleet (seed 1). All futures have other seeds than
 what really happens.
