@@ -117,6 +117,12 @@ def test_code_is_fenced(page: Path) -> None:
     assert not indented
 
 
+def test_the_index_leads_to_every_page() -> None:
+    folder = ROOT / "docs"
+    links = {str(token.attrs.get("href", "")) for _, token in inline(folder / "index.md")}
+    assert {page.name for page in folder.glob("*.md")} - links == {"index.md"}
+
+
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)
 def test_a_snippet_compiles_and_its_plexrl_names_exist(block: Block) -> None:
     code = compile(
