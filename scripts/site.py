@@ -92,7 +92,7 @@ def page_of(path: str) -> str | None:
 
 
 def example_page(example: Path) -> str:
-    """An example's source with the first line of its docstring as text."""
+    """An example's source, with its docstring, under the name of its file."""
     title = example.stem.replace("_", " ").capitalize()
     return f"# {title}\n\n`examples/{example.name}`\n\n```python\n{example.read_text()}```\n"
 
