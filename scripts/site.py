@@ -86,6 +86,8 @@ def page_of(path: str) -> str | None:
         return COPIED[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith("examples/notebooks/"):
+        return path.removeprefix("examples/").replace(".ipynb", ".md")
     if path.startswith("examples/") and path.endswith(".py"):
         return f"{path.removesuffix('.py')}.md"
     return None
