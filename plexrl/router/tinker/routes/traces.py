@@ -13,7 +13,12 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from plexrl.errors import PlexRLError
 from plexrl.router.tinker.messages.perfetto import Timeline, encode_trace
-from plexrl.router.tinker.records import FutureRecord, SamplerRecord, SessionRecord
+from plexrl.router.tinker.records import (
+    FutureRecord,
+    SamplerRecord,
+    SessionRecord,
+    request_digest,
+)
 from plexrl.router.tinker.routes.client import Client, TinkerClient, TinkerRoute
 
 if TYPE_CHECKING:
@@ -26,6 +31,9 @@ PREFIX = "/api/v1/traces/"
 FOLDER, SUFFIX = "tinker-traces", ".pftrace"
 KEPT_S = 3600.0
 """How long a file can be downloaded."""
+KEPT_MAX = 16
+"""Files of one tenant that are kept; an older one is deleted for each more, so that exports do not
+fill the disk."""
 PAGE = 1000
 
 
@@ -34,7 +42,7 @@ async def export(client: TinkerClient, session: str) -> dict[str, Any]:
     """Make the trace of a session, and say where it can be downloaded."""
     found = client.sessions.find(SessionRecord, session, client.caller)
     timeline = await _timeline(client, found)
-    name = f"{secrets.token_urlsafe(24)}{SUFFIX}"
+    name = f"{request_digest(found.tenant)}-{secrets.token_urlsafe(24)}{SUFFIX}"
     await asyncio.to_thread(_write, client.sessions.records.folder / FOLDER, name, timeline)
     url = client.request.url
     scheme = client.request.headers.get("x-forwarded-proto", url.scheme)
@@ -98,10 +106,16 @@ async def _rows(client: Client, query: str) -> "list[LoggedOperationView]":
 def _write(folder: Path, name: str, timeline: Timeline) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     oldest = time.time() - KEPT_S
+    own: list[tuple[float, Path]] = []
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
-            if file.stat().st_mtime < oldest:
+            made_at = file.stat().st_mtime
+            if made_at < oldest:
                 file.unlink()
+            elif file.name.partition("-")[0] == name.partition("-")[0]:
+                own.append((made_at, file))
+    for _, file in sorted(own)[: max(0, len(own) + 1 - KEPT_MAX)]:
+        file.unlink(missing_ok=True)
     (folder / name).write_bytes(encode_trace(timeline))
 
 
