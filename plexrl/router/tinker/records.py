@@ -94,6 +94,8 @@ class RolloutRecord(ClientRecord, kw_only=True):
     """Checkpoint that was loaded last."""
     load: str = ""
     """Operation that loads it; empty: nothing was loaded."""
+    loads: int = 0
+    """Loads so far. The name of a load has their number, because an operation runs once."""
 
 
 class FutureRecord(ClientRecord, kw_only=True):
