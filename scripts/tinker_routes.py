@@ -13,7 +13,8 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.routing import Match
 
-from plexrl.router.tinker.routes import checkpoints, sampling, sessions, training
+from plexrl.router.tinker.app import SUBJECTS
+from plexrl.router.tinker.routes import checkpoints
 from scripts.limits_page import replace_part
 
 PAGE = Path(__file__).parent.parent / "docs" / "tinker.md"
@@ -72,8 +73,8 @@ def answer_of(path: str, method: str) -> str:
     # The id of a checkpoint has two parts.
     asked = path.replace("{checkpoint_id}", "weights/NAME")
     scope = {"type": "http", "path": asked, "method": method}
-    for router in (sessions.ROUTES, sampling.ROUTES, training.ROUTES, checkpoints.ROUTES):
-        if _serves(router, scope):
+    for subject in SUBJECTS:
+        if _serves(subject.ROUTES, scope):
             return "served"
     instead = checkpoints.REFUSED.get(path.removeprefix("/"))
     return "refused" if instead is None else f"refused: use {instead}"

@@ -39,6 +39,9 @@ KEPT_STATUSES = (401, 403, 404, 413, 429)
 """Statuses of errors that keep their meaning. The SDK sends a request again after 408, 409 and 429,
 so that other refusals have 422."""
 
+SUBJECTS = (session_routes, sampling, training, traces, checkpoints)
+"""Modules with routes. The last routes of `checkpoints` refuse what no other has."""
+
 
 class TinkerApi:
     """ASGI middleware that answers the requests of the Tinker SDK."""
@@ -89,9 +92,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,
     )
-    # The last routes of `checkpoints` refuse what no other has.
-    subjects = (session_routes, sampling, training, traces, checkpoints)
-    include_guarded(app, *(subject.ROUTES for subject in subjects))
+    include_guarded(app, *(subject.ROUTES for subject in SUBJECTS))
     return app
 
 
