@@ -11,9 +11,9 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import NotFoundError
 from plexrl.router.tinker.messages.perfetto import Timeline, encode_trace
-from plexrl.router.tinker.records import FutureRecord, SamplerRecord, SessionRecord
+from plexrl.router.tinker.records import FutureRecord, SamplerRecord, SessionRecord, request_digest
 from plexrl.router.tinker.routes.client import Client, TinkerClient, TinkerRoute
 
 if TYPE_CHECKING:
@@ -33,9 +33,12 @@ PAGE = 1000
 async def export(client: TinkerClient, session: str) -> dict[str, Any]:
     """Make the trace of a session, and say where it can be downloaded."""
     found = client.sessions.find(SessionRecord, session, client.caller)
-    timeline = await _timeline(client, found)
-    name = f"{secrets.token_urlsafe(24)}{SUFFIX}"
-    await asyncio.to_thread(_write, client.sessions.records.folder / FOLDER, name, timeline)
+    records = client.sessions.records
+    name = f"{request_digest(found.id)}-{secrets.token_urlsafe(24)}{SUFFIX}"
+    # A trace is held in memory while it is made.
+    async with records.exclusive(f"traces of {found.tenant}"):
+        timeline = await _timeline(client, found)
+        await asyncio.to_thread(_write, records.folder / FOLDER, name, timeline)
     url = client.request.url
     scheme = client.request.headers.get("x-forwarded-proto", url.scheme)
     return {"status": "ready", "url": f"{scheme}://{url.netloc}{PREFIX}{name}"}
@@ -84,10 +87,8 @@ async def _rows(client: Client, query: str) -> "list[LoggedOperationView]":
         path = f"/v1/operations?{query}&after={after}&limit={PAGE}"
         try:
             page = await client.sessions.api.call(client.key, "GET", path)
-        except PlexRLError:
+        except NotFoundError:
             # The scheduler has forgotten the job.
-            if found:
-                raise
             return found
         found += page["operations"]
         if len(page["operations"]) < PAGE:
@@ -100,9 +101,15 @@ def _write(folder: Path, name: str, timeline: Timeline) -> None:
     oldest = time.time() - KEPT_S
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
-            if file.stat().st_mtime < oldest:
+            # A session has one file at a time, so that exports do not fill the disk.
+            if _owner(file.name) == _owner(name) or file.stat().st_mtime < oldest:
                 file.unlink()
     (folder / name).write_bytes(encode_trace(timeline))
+
+
+def _owner(name: str) -> str:
+    """The digest of the session of a file."""
+    return name.partition("-")[0]
 
 
 def _is_kept(file: Path) -> bool:
