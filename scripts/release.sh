@@ -10,7 +10,10 @@ version=${1:?the version, for example 0.2.0}
 refuse() { echo "release.sh: $1" >&2; exit 1; }
 
 [ -z "$(git status --porcelain)" ] || refuse "the tree has changes: commit or remove them"
-grep -q "^version = \"$version\"$" pyproject.toml || refuse "pyproject.toml has another version"
+grep -qxF "version = \"$version\"" pyproject.toml || refuse "pyproject.toml has another version"
+# The chart names the images by this version.
+chart=deploy/helm/plexrl/Chart.yaml
+grep -qxF "appVersion: $version" "$chart" || refuse "$chart has another appVersion"
 grep -q "^## $version" CHANGELOG.md || refuse "CHANGELOG.md has no section '## $version'"
 ! git rev-parse -q --verify "refs/tags/v$version" >/dev/null || refuse "the tag v$version is there"
 

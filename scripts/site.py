@@ -86,13 +86,15 @@ def page_of(path: str) -> str | None:
         return COPIED[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
+    if path.startswith("examples/notebooks/"):
+        return path.removeprefix("examples/").replace(".ipynb", ".md")
     if path.startswith("examples/") and path.endswith(".py"):
         return f"{path.removesuffix('.py')}.md"
     return None
 
 
 def example_page(example: Path) -> str:
-    """An example's source with the first line of its docstring as text."""
+    """An example's source, with its docstring, under the name of its file."""
     title = example.stem.replace("_", " ").capitalize()
     return f"# {title}\n\n`examples/{example.name}`\n\n```python\n{example.read_text()}```\n"
 

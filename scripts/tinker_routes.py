@@ -73,9 +73,8 @@ def answer_of(path: str, method: str) -> str:
     # The id of a checkpoint has two parts.
     asked = path.replace("{checkpoint_id}", "weights/NAME")
     scope = {"type": "http", "path": asked, "method": method}
-    for subject in SUBJECTS:
-        if _serves(subject.ROUTES, scope):
-            return "served"
+    if any(_serves(routes, scope) for routes in SUBJECTS):
+        return "served"
     instead = checkpoints.REFUSED.get(path.removeprefix("/"))
     return "refused" if instead is None else f"refused: use {instead}"
 

@@ -207,7 +207,7 @@ def test_status_begins_with_what_is_wrong_and_fits_a_screen(
     show_status(view(problems=1))
     text = capsys.readouterr().out
     assert "scheduler has ended" in text
-    assert "nodes in service cannot hold: 1" in text
+    assert "1 deployments ask for more than the nodes in service can give" in text
 
 
 def test_status_counts_no_gpu_as_free_that_is_lost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ TYPED = {
 }
 """Parts of snippets that are type-checked and not run."""
 
-OPTIONS_OF_OTHERS = {"--address", "--no-build-isolation", "--url"}
+OPTIONS_OF_OTHERS = {"--address", "--ignorefile", "--no-build-isolation", "--url"}
 """Options of other programs that the text mentions."""
 
 PLACEHOLDERS = {

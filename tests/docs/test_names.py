@@ -13,7 +13,7 @@ import plexrl
 from benchmarks.run_all import HERE
 from tests.docs.command_line import all_options, options_of, parse, resolve
 from tests.docs.exceptions import OPTIONS_OF_OTHERS, PARSED, substituted
-from tests.docs.pages import ROOT, Block, Command, anchors, blocks, commands, inline, pages
+from tests.docs.pages import ROOT, Block, Command, anchors, blocks, commands, inline, pages, tokens
 
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 EXTRAS = set(
@@ -108,6 +108,19 @@ def test_links_have_targets(page: Path) -> None:
         if not leads_to.exists() or (anchor and anchor not in anchors(leads_to)):
             broken.append(f"{page.name}:{line}: {target}")
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_code_is_fenced(page: Path) -> None:
+    """What wraps text joins the lines of an indented block: two commands become one."""
+    indented = [token.content for token in tokens(page) if token.type == "code_block"]
+    assert not indented
+
+
+def test_the_index_leads_to_every_page() -> None:
+    folder = ROOT / "docs"
+    links = {str(token.attrs.get("href", "")) for _, token in inline(folder / "index.md")}
+    assert {page.name for page in folder.glob("*.md")} - links == {"index.md"}
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)

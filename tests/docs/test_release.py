@@ -8,6 +8,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 
+CHART = "deploy/helm/plexrl/Chart.yaml"
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
 
 
@@ -18,6 +19,8 @@ def clone(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts" / "release.sh", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n")
+    (tmp_path / CHART).parent.mkdir(parents=True)
+    (tmp_path / CHART).write_text("version: 1.2.3\nappVersion: 1.2.3\n")
     (tmp_path / "Makefile").write_text("lint test:\n\t@echo checked; false\n")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     commit(tmp_path)
@@ -40,6 +43,17 @@ def release(folder: Path, version: str) -> str:
 
 def test_a_version_that_the_project_does_not_have_is_refused(clone: Path) -> None:
     assert "another version" in release(clone, "1.2.4")
+
+
+def test_a_chart_of_another_version_is_refused(clone: Path) -> None:
+    (clone / CHART).write_text("version: 1.2.3\nappVersion: 1.2.2\n")
+    commit(clone)
+    assert "another appVersion" in release(clone, "1.2.3")
+
+
+def test_a_dot_of_a_version_is_a_dot(clone: Path) -> None:
+    assert "another version" in release(clone, "1.2.")
+    assert "another version" in release(clone, "1.2..")
 
 
 def test_a_version_without_a_section_of_the_changelog_is_refused(clone: Path) -> None:

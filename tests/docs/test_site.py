@@ -61,6 +61,8 @@ def test_links_out_of_the_folder_lead_to_the_sites_own_pages() -> None:
         "[a](results.md#b), [c](sdk.md), d (`deploy/x.yaml`), ![e](pictures/e.png)"
     )
     assert relinked("[s](docs/sdk.md)", "README.md", "readme.md") == "[s](sdk.md)"
+    notebook = "[n](../examples/notebooks/planning.ipynb)"
+    assert relinked(notebook, "docs/index.md", "index.md") == "[n](notebooks/planning.md)"
 
 
 @needs_browser

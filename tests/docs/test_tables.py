@@ -89,4 +89,5 @@ def test_the_table_of_tinkers_routes_is_up_to_date() -> None:
 
     page = tinker_routes.PAGE.read_text()
     assert page == tinker_routes.filled_in(page), "run `python -m scripts.tinker_routes`"
-    assert tinker_routes.answer_of("/sessions/{session_id}/trace_export", "GET") == "served"
+    assert tinker_routes.answer_of("/sessions/{id}/trace_export", "GET") == "served"
+    assert tinker_routes.answer_of("/audit", "GET") == "refused"

@@ -188,7 +188,14 @@ def login(url: Url, ca_file: CaFile = None) -> None:
 
 def logout(url: Url) -> None:
     """End the login on a cluster."""
-    print_line("Logged out." if logins.forget(url) else f"There is no login at {url}.")
+    print_line(
+        {
+            None: f"There is no login at {url}.",
+            True: "Logged out.",
+            False: "Logged out here. The identity provider has not revoked the login: whoever has "
+            "a copy of it can use it until it ends there.",
+        }[logins.forget(url)]
+    )
 
 
 def _show(address: str, code: str) -> None:

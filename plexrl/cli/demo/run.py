@@ -232,15 +232,23 @@ class _Phases:
                 for row in rows
                 if (value := row["values"].get("reward/mean")) is not None
             ),
-            weights=_digest(reader.checkpoints()),
+            weights=digest_of(reader.checkpoints()),
         )
 
 
-def _digest(checkpoints: Sequence[CheckpointView]) -> str:
-    """SHA-256 of the weights of the final checkpoint."""
-    folder = next(Path(found["path"]) for found in checkpoints if found["name"] == CHECKPOINT)
+def digest_of(checkpoints: Sequence[CheckpointView]) -> str:
+    """SHA-256 of the weights of the final checkpoint.
+
+    Raises:
+        ExecutionError: there is no such checkpoint, or no weights in it: nothing, which is equal to
+            nothing, must not count as equal weights.
+    """
+    folders = [Path(found["path"]) for found in checkpoints if found["name"] == CHECKPOINT]
+    files = sorted(path for folder in folders for path in folder.glob("*.safetensors"))
+    if not files:
+        raise ExecutionError(f"no weights to compare: the checkpoint {CHECKPOINT!r} has no files")
     digest = sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -29,7 +29,8 @@ def samples(
     shown = kept["samples"][:last]
     print_line(
         f"{found.job}, step {kept['step']}, {local_time(kept['time'])}: {len(shown)} of "
-        f"{kept['total']} samples. Steps with samples: {steps[0]} to {steps[-1]}, {len(steps)}."
+        f"{kept['total']} samples. "
+        f"Steps with samples: {len(steps)}, from {steps[0]} to {steps[-1]}."
     )
     for number, sample in enumerate(shown, start=1):
         reward = "failed" if sample["reward"] is None else f"{sample['reward']:.4g}"

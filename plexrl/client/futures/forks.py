@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from plexrl.client.calls.requests import Submission
 from plexrl.errors import InvalidRequestError
 from plexrl.limits import check_numbers
 
 if TYPE_CHECKING:
+    # Commands, which make no requests for operations, would load models' architectures with it.
+    from plexrl.client.calls.requests import Submission
     from plexrl.wire.messages.run_views import ForkView
 
 VARIABLE = "PLEXRL_FORK"
@@ -54,7 +55,7 @@ def plain_fork(fork: Fork | None) -> "dict[str, object] | None":
     return plain
 
 
-def named(submission: Submission, job: str, what: str) -> Submission:
+def named(submission: "Submission", job: str, what: str) -> "Submission":
     """The submission with an id that follows from `what`: a controller that was killed submits it
     again, and it is executed once."""
     return replace(submission, call=replace(submission.call, query={"operation": f"{job}:{what}"}))

@@ -40,7 +40,8 @@ class RotatedLog(RotatingFileHandler):
         """Why the record that was handled last is not in the file; None: it is."""
 
     def handle_durably(self, record: logging.LogRecord) -> None:
-        """Write a record; it is on the disk when this returns. Raises `OSError`: it is not."""
+        """Write a record; it is on the disk when this returns. Raises `OSError`: it is not. Other
+        threads write on while the disk works: the event loop is one of them."""
         self.acquire()
         try:
             self._lost = None
@@ -48,9 +49,14 @@ class RotatedLog(RotatingFileHandler):
             if self._lost is not None:
                 raise OSError(str(self._lost)) from self._lost
             assert self.stream is not None, "a record was written to it"
-            os.fsync(self.stream.fileno())
+            # The file may be rotated in the meantime.
+            file = os.dup(self.stream.fileno())
         finally:
             self.release()
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Complain, at most once a minute."""

@@ -6,17 +6,19 @@ which object, and the outcome.
      "path": "/v1/jobs/a/finish", "status": 200, "outcome": "done"}
 
 One JSON object a line, in the folder `audit` of the data directory. Each router has three logs, for
-its operators, its tenants and those without a valid key, so that nobody can push the lines of
-others out by making many. All are only appended to, and rotated by size. `tenant`, `user`, `role`
-and `key`, which is the key's id, are null if the request carried no valid key. `action` is null if
-there is no such route. `status` is null if the client disconnected before the answer. Queries and
-bodies are not logged: they may hold secrets.
+its operators, its tenants and those without a valid key, so that many lines of one kind push out
+none of another kind; all tenants share theirs. All are only appended to, and rotated by size.
+`tenant`, `user`, `role` and `key`, which is the key's id, are null if the request carried no valid
+key. `action` is null if there is no such route. `status` is null if there was no answer, or one
+that a failure of the router made. Queries and bodies are not logged: they may hold secrets. A long
+path is cut.
 """
 
 import asyncio
 import heapq
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -36,6 +38,9 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})
 REFUSED = (401, 403)
 FOLDER = "audit"
 KINDS = ("operators", "tenants", "strangers")
+PATH_MAX = 1000
+"""Characters of a path that are logged, so that few requests cannot fill a log."""
+METHOD_MAX = 20
 
 
 class AuditLog:
@@ -59,6 +64,7 @@ class AuditLog:
             for kind in KINDS
         }
         for log in self._logs.values():
+            _end_last_line(Path(log.baseFilename))
             log.setFormatter(logging.Formatter("%(message)s"))
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -114,6 +120,16 @@ class AuditLog:
         await response(scope, receive, send)
 
 
+def _end_last_line(path: Path) -> None:
+    """End a line that a machine without power, or a full disk, has cut: the next line must not be
+    its continuation."""
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+
+
 def _line(scope: "Scope", status: int | None) -> dict[str, Any]:
     state: dict[str, Any] = scope["state"]
     caller, client, route = state.get("caller"), scope["client"], state.get("route")
@@ -125,8 +141,8 @@ def _line(scope: "Scope", status: int | None) -> dict[str, Any]:
         "key": None if caller is None else caller.key,
         "from": client[0] if client else None,
         "action": route,
-        "method": scope["method"],
-        "path": scope["path"],
+        "method": scope["method"][:METHOD_MAX],
+        "path": scope["path"][:PATH_MAX],
         "status": status,
         "outcome": _outcome(status),
     }

@@ -59,6 +59,7 @@ OPEN = Rule("open", dict.fromkeys(AccessRole, ALL), needs_key=False)
 LOGIN = Rule("login", OPEN.reach, changes=True, needs_key=False)
 READ = Rule("read", SEEN)
 CHANGE = Rule("change", HAD, changes=True)
+CHANGE_KEY = Rule("change", HAD, changes=True, is_administrative=True)
 REPEAT = Rule("change", HAD, changes=True, is_logged=False)
 READ_MODEL = Rule("read model", {**SEEN, AccessRole.JOB: OWN})
 INFER = Rule("infer", {**HAD, AccessRole.JOB: OWN}, changes=True)
@@ -131,8 +132,8 @@ ROWS: Mapping[str, Rule] = {
     f"GET {_JOB}/checkpoints/{{name}}/files/{{path:path}}": READ,
     f"POST {_JOB}/checkpoints/{{name}}/share": CHANGE,
     f"DELETE {_JOB}/checkpoints/{{name}}": CHANGE,
-    f"POST {_JOB}/keys": CHANGE,
-    f"DELETE {_JOB}/keys": CHANGE,
+    f"POST {_JOB}/keys": CHANGE_KEY,
+    f"DELETE {_JOB}/keys": CHANGE_KEY,
     # Runs
     "GET /v1/runs": READ,
     "POST /v1/runs": CHANGE,

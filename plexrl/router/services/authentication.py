@@ -4,12 +4,13 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plexrl.access import OPERATORS, AccessRole, KeyOwnerView, KeyScope
-from plexrl.errors import AuthenticationError
+from plexrl.errors import AuthenticationError, PermissionDeniedError
 from plexrl.router.server.refused_keys import RefusedKeys
 from plexrl.scheduler.accounting.tenants import key_id
 from plexrl.wire import scheduler_methods as m
@@ -28,7 +29,7 @@ CACHE_S = 60.0
 CACHE_MAX = 10_000
 PAGE_HEADER = "plexrl-page"
 SESSION_COOKIE = "plexrl-session"
-"""With the prefix `__Host-` where the page is served over HTTPS."""
+"""Without the prefix that `Provider.cookie` adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,19 @@ class KeyCache:
         """Number of clears. A reply to a request sent before the last clear may be older than a
         revocation and is not cached."""
 
+    def authorization_of(self, request: "Request") -> str:
+        """The `Authorization` header of a request, or that of the user who has logged in on the
+        page.
+
+        Only the page's own scripts can send the header `PlexRL-Page`: another site would have to
+        ask first (CORS), and gets no answer. So no other site makes requests in the user's name.
+        """
+        header: str = request.headers.get("authorization", "")
+        if header or PAGE_HEADER not in request.headers or self.provider is None:
+            return header
+        token = request.cookies.get(self.provider.cookie(SESSION_COOKIE))
+        return f"Bearer {token}" if token else ""
+
     async def caller_of(self, authorization: str, address: str) -> Caller:
         """Return who owns the key in an `Authorization` header from a client's address.
 
@@ -115,9 +129,28 @@ class KeyCache:
         try:
             return await self._caller_of(bearer_key(authorization), network)
         except AuthenticationError:
-            if (text := self.refused.add(network, time.monotonic())) is not None:
-                LOG.warning("%s", text)
+            self._count_refusal(network)
             raise
+
+    @contextmanager
+    def limited(self, address: str) -> Iterator[None]:
+        """Limit logins as requests with unknown keys: each that is refused counts, because the
+        identity provider was asked about it.
+
+        Raises:
+            OverloadedError: too many came from the address.
+        """
+        network = client_network(address)
+        self.refused.check(network, time.monotonic())
+        try:
+            yield
+        except (AuthenticationError, PermissionDeniedError):
+            self._count_refusal(network)
+            raise
+
+    def _count_refusal(self, network: str) -> None:
+        if (text := self.refused.add(network, time.monotonic())) is not None:
+            LOG.warning("%s", text)
 
     async def _caller_of(self, key: str, network: str) -> Caller:
         digest = key_digest(key)
@@ -174,19 +207,6 @@ def bearer_key(authorization: str) -> str:
 def is_id_token(key: str) -> bool:
     """Whether a bearer token is an ID token, not an API key."""
     return key.count(".") == 2 and key.startswith("ey")
-
-
-def authorization_of(request: "Request") -> str:
-    """The `Authorization` header of a request, or that of the user who has logged in on the page.
-
-    Only the page's own scripts can send the header `PlexRL-Page`: another site would have to ask
-    first (CORS), and gets no answer. So no other site makes requests in the user's name.
-    """
-    header: str = request.headers.get("authorization", "")
-    if header or PAGE_HEADER not in request.headers:
-        return header
-    token = request.cookies.get(SESSION_COOKIE) or request.cookies.get(f"__Host-{SESSION_COOKIE}")
-    return f"Bearer {token}" if token else ""
 
 
 def key_digest(key: str) -> str:

@@ -14,17 +14,18 @@ import asyncio
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
 from joserfc import jwt
 from joserfc.errors import JoseError
-from joserfc.jwk import KeySet
+from joserfc.jwk import JWKRegistry, KeySet
 
-from plexrl.access import AccessRole
+from plexrl.access import AccessRole, roles_of
 from plexrl.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -38,9 +39,14 @@ ALGORITHMS: Final = ["RS256", "RS384", "RS512", "PS256", "ES256", "ES384", "EdDS
 TOKEN_BYTES_MAX = 16_384
 KEYS_FRESH_S = 600.0
 KEYS_RETRY_S = 2.0
-"""Shortest time between two looks for a key that is not known."""
+"""Shortest time between two looks for a key that is not known, or after one that failed."""
 TIMEOUT_S = 10.0
+USER_CHARACTERS = "".join(map(chr, range(ord("!"), ord("~") + 1))).replace("%", "")
+"""What stands for itself in the name of a user; all else is percent-encoded."""
+USER_MAX = 200
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+OPERATOR = "operator"
+"""The operator's tenant."""
 
 
 class OidcGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,14 +91,29 @@ def read_oidc(path: str) -> OidcConfig:
     for grant in config.grants:
         if grant.role is AccessRole.JOB:
             raise InvalidRequestError(f"oidc_file {path}: a user has no role {grant.role}")
+        roles = roles_of(is_operator=grant.tenant == OPERATOR)
+        if grant.role not in roles:
+            raise InvalidRequestError(
+                f"oidc_file {path}: users of tenant {grant.tenant!r} are {' or '.join(roles)}, not "
+                f"{grant.role}"
+            )
     return config
 
 
 def _check_url(url: str) -> None:
     """Refuse to send secrets over a network that others read. Raises `InvalidRequestError`."""
-    parts = urlsplit(url)
-    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOCAL_HOSTS):
+    if not _is_safe(url):
         raise InvalidRequestError(f"{url!r} is no https URL: users log in over HTTPS only")
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody else reads what is sent to a URL."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in LOCAL_HOSTS)
 
 
 class Provider:
@@ -103,8 +124,21 @@ class Provider:
         self.client = client or httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False)
         self._metadata: dict[str, Any] | None = None
         self._keys: KeySet | None = None
-        self._read_at = -KEYS_FRESH_S
+        self._read_at = self._tried_at = -KEYS_FRESH_S
+        """When the keys were read last, and when a reading began, by the monotonic clock."""
+        self._failure = ""
+        """Why the last reading gave no keys; empty: it did."""
         self._lock = asyncio.Lock()
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether browsers reach the routers over HTTPS."""
+        return self.config.public_url.startswith("https:")
+
+    def cookie(self, name: str) -> str:
+        """The full name of a cookie. Over HTTPS its prefix keeps other hosts of the same domain,
+        which may be less careful, from setting it."""
+        return f"__Host-{name}" if self.is_secure else name
 
     async def metadata(self) -> dict[str, Any]:
         """The provider's description of itself. Raises `UnavailableError`."""
@@ -118,13 +152,21 @@ class Provider:
             self._metadata = found
         return self._metadata
 
+    async def endpoint(self, name: str) -> str:
+        """The URL that the provider's description has under a name. Raises `UnavailableError`: it
+        has none, or one to which secrets would go over a network that others read."""
+        url = (await self.metadata()).get(name)
+        if not isinstance(url, str) or not _is_safe(url):
+            raise UnavailableError(f"the identity provider's {name} is no https URL: {url!r}")
+        return url
+
     async def ask(self, method: str, url: str, form: Mapping[str, str] | None = None) -> Any:
         """The JSON that the provider answers; an OAuth error is a `PermissionDeniedError`. Raises
         `UnavailableError`: it answers nothing that can be used."""
         try:
             reply = await self.client.request(method, url, data=form)
             body = reply.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise UnavailableError(f"the identity provider does not answer: {error!r}") from error
         if reply.status_code in (400, 401):
             raise PermissionDeniedError(f"the identity provider refused: {_error(body)}")
@@ -151,14 +193,15 @@ class Provider:
         if len(token) > TOKEN_BYTES_MAX:
             raise AuthenticationError("the ID token is too long")
         keys = await self._key_set(KEYS_FRESH_S)
+        # Anybody can send a token whose header is no sense: its errors are of many types.
         try:
             return self._checked(token, keys)
-        except (JoseError, ValueError):
+        except (JoseError, ValueError, TypeError, KeyError):
             # The provider may have a new key.
             newer = await self._key_set(KEYS_RETRY_S)
         try:
             return self._checked(token, newer)
-        except (JoseError, ValueError) as error:
+        except (JoseError, ValueError, TypeError, KeyError) as error:
             raise AuthenticationError(
                 f"the ID token does not count ({type(error).__name__}): log in again"
             ) from error
@@ -181,18 +224,40 @@ class Provider:
         return dict(claims)
 
     async def _key_set(self, fresh_s: float) -> KeySet:
-        """The provider's keys, read at most `fresh_s` seconds ago."""
+        """The provider's keys, read at most `fresh_s` seconds ago. While a look for newer ones
+        fails, those that are fresh enough for known users are kept, and it is not repeated at each
+        request: anybody can send a token with an unknown key."""
+        keys = self._fresh_keys(fresh_s)
+        if keys is not None:
+            return keys
         async with self._lock:
-            if self._keys is None or time.monotonic() - self._read_at >= fresh_s:
-                url = str((await self.metadata())["jwks_uri"])
-                _check_url(url)
-                self._keys = KeySet.import_key_set(await self.ask("GET", url))
-                self._read_at = time.monotonic()
-            return self._keys
+            if (keys := self._fresh_keys(fresh_s)) is not None:
+                return keys
+            if time.monotonic() - self._tried_at >= KEYS_RETRY_S:
+                await self._read_keys()
+            if (keys := self._fresh_keys(KEYS_FRESH_S)) is not None:
+                return keys
+        raise UnavailableError(self._failure)
+
+    def _fresh_keys(self, fresh_s: float) -> KeySet | None:
+        return self._keys if time.monotonic() - self._read_at < fresh_s else None
+
+    async def _read_keys(self) -> None:
+        try:
+            found = await self.ask("GET", await self.endpoint("jwks_uri"))
+            self._keys = _key_set(found.get("keys"))
+        except (UnavailableError, PermissionDeniedError) as error:
+            self._failure = error.message
+        else:
+            self._read_at = time.monotonic()
+        # Its end counts, so that those who waited for it do not try one after the other.
+        self._tried_at = time.monotonic()
 
     def _entitled(self, claims: Mapping[str, Any]) -> Caller:
         groups = claims.get(self.config.groups_claim, ())
-        groups = {groups} if isinstance(groups, str) else set(groups)
+        groups = [groups] if isinstance(groups, str) else groups
+        if not isinstance(groups, list | tuple):
+            groups = ()
         for grant in self.config.grants:
             if grant.group in groups:
                 return Caller(grant.tenant, grant.role, user=self._user(claims), key="oidc")
@@ -202,7 +267,19 @@ class Provider:
         name = self.config.user_claim
         if name == "email" and claims.get("email_verified") is not True:
             name = "sub"
-        return str(claims.get(name, claims["sub"]))[:200]
+        # As names of the users of keys are: a run of the user gets a key in this name.
+        return quote(str(claims.get(name) or claims["sub"]), safe=USER_CHARACTERS)[:USER_MAX]
+
+
+def _key_set(found: object) -> KeySet:
+    """The keys of a provider whose kind is known. Raises `UnavailableError`: there are none."""
+    keys = []
+    for each in found if isinstance(found, list) else ():
+        with suppress(JoseError, ValueError, TypeError, KeyError):
+            keys.append(JWKRegistry.import_key(dict(each)))
+    if not keys:
+        raise UnavailableError("the identity provider has no keys that can be used")
+    return KeySet(keys)
 
 
 def _error(body: object) -> str:

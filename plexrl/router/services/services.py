@@ -1,6 +1,7 @@
 """The objects that all routes share, and how a route handler gets them."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,9 @@ from fastapi import Depends, Request
 from plexrl.errors import (
     ConnectionLostError,
     OverloadedError,
+    StorageError,
     StorageFullError,
+    UnavailableError,
 )
 from plexrl.model.deployment_spec import DeploymentSpec
 from plexrl.model.text.tokenizer import Tokenizer
@@ -37,7 +40,7 @@ from plexrl.router.observe.overview import Overviews
 from plexrl.router.observe.rollouts import RolloutViews
 from plexrl.router.observe.run_watch import RunWatch
 from plexrl.router.server.request_limits import BODY_KEY, BodyRefusedError, LimitedBody
-from plexrl.router.services.authentication import Caller, KeyCache, authorization_of
+from plexrl.router.services.authentication import Caller, KeyCache
 from plexrl.router.services.cancel_on_disconnect import CancelOnDisconnect
 from plexrl.router.services.quotes import Quotes
 from plexrl.router.services.shutdown import Shutdown
@@ -52,6 +55,8 @@ from plexrl.wire.tensors import MEDIA_TYPE
 
 ViewT = TypeVar("ViewT")
 
+KEY_CHECK_S = 1.0
+"""Shortest time between two checks whether the key of a stream is valid."""
 RESPONSE_MARGIN_S = 30.0
 """How much longer than the poll itself the router waits for the scheduler's reply to a poll."""
 CONTROLLER_HEADER = "plexrl-controller"
@@ -110,12 +115,27 @@ class RouterServices:
         if isinstance(known, Caller):
             return known
         address = request.client.host if request.client else ""
-        caller = await self.keys.caller_of(authorization_of(request), address)
+        caller = await self.keys.caller_of(self.keys.authorization_of(request), address)
         controller = request.headers.get(CONTROLLER_HEADER, "")
         found: Caller = replace(caller, controller=controller)
         # A key of a job is not cached, and the handlers of a request ask several times.
         request.state.caller = found
         return found
+
+    async def check_still_valid(self, request: Request) -> None:
+        """Check that the key of a long answer is still valid: a stream must not outlive its key.
+        While nobody can tell, the answer goes on.
+
+        Raises:
+            AuthenticationError: the key was revoked or has expired.
+        """
+        now = time.monotonic()
+        if now < getattr(request.state, "key_checked_at", -KEY_CHECK_S) + KEY_CHECK_S:
+            return
+        request.state.key_checked_at = now
+        address = request.client.host if request.client else ""
+        with suppress(UnavailableError, ConnectionLostError, OverloadedError, StorageError):
+            await self.keys.caller_of(self.keys.authorization_of(request), address)
 
     async def ask(self, request: Request, method: m.Method[ViewT], **fields: object) -> ViewT:
         """Call the scheduler with `fields` and the claim of the sender of the request.

@@ -34,13 +34,14 @@ KEY_PREFIX = "tml-"
 """The SDK refuses a key that begins otherwise."""
 POLLS = (f"{PREFIX}retrieve_future", f"{PREFIX}retrieve_futures")
 """The SDK repeats a poll that fails with 5xx without a pause, and after 429 with one."""
+SUBJECTS = tuple(
+    subject.ROUTES for subject in (session_routes, sampling, training, traces, checkpoints)
+)
+"""All routes. The last ones, of `checkpoints`, refuse what no other has."""
 RECORDS = "tinker.sqlite"
 KEPT_STATUSES = (401, 403, 404, 413, 429)
 """Statuses of errors that keep their meaning. The SDK sends a request again after 408, 409 and 429,
 so that other refusals have 422."""
-
-SUBJECTS = (session_routes, sampling, training, traces, checkpoints)
-"""Modules with routes. The last routes of `checkpoints` refuse what no other has."""
 
 
 class TinkerApi:
@@ -92,7 +93,7 @@ def _make_app(services: RouterServices, timeout_s: float) -> FastAPI:
         bytes_max=min(services.body_bytes_max, BODY_BYTES_MAX),
         timeout_s=timeout_s,
     )
-    include_guarded(app, *(subject.ROUTES for subject in SUBJECTS))
+    include_guarded(app, *SUBJECTS)
     return app
 
 

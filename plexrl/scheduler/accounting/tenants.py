@@ -1,6 +1,6 @@
 """Tenants: their keys, weights, quotas, budgets and priorities."""
 
-from plexrl.access import AccessRole, roles_of
+from plexrl.access import AccessRole, KeyScope, roles_of
 from plexrl.errors import (
     AuthenticationError,
     ConflictError,
@@ -117,7 +117,7 @@ def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
 
     Raises:
         NotFoundError: the tenant has no such key.
-        ConflictError: it is the last key of an operator.
+        ConflictError: it is the last key of an operator that may do everything for ever.
     """
     del now
     tenant = _tenant(state, event.tenant)
@@ -129,7 +129,7 @@ def api_key_revoked(state: State, event: ApiKeyRevoked, now: float) -> None:
             f"tenant {event.tenant!r} has no API key {event.key!r}: list its keys for their ids"
         )
     if tenant.is_operator and not any(
-        key.role is AccessRole.OPERATOR and not key.expires_at
+        key.role is AccessRole.OPERATOR and key.scope is KeyScope.ALL and not key.expires_at
         for other, key in tenant.keys.items()
         if other != digest
     ):

@@ -1,6 +1,7 @@
 """The demo's figures follow from the cluster's operation log."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ from plexrl.cli.demo.measure import (
     union_seconds,
 )
 from plexrl.cli.demo.report import DemoResult, report_json, saving, saving_of_all_gpus, write_report
+from plexrl.cli.demo.run import digest_of
+from plexrl.errors import ExecutionError
+from plexrl.ids import JobId
+from plexrl.wire.messages.node_queries import CheckpointView
 
 
 def job(name: str, start: float, end: float) -> JobResult:
@@ -122,3 +127,30 @@ def test_the_report_has_its_figures_page_and_plots(tmp_path: Path) -> None:
     assert "25&nbsp;%" in page.read_text()
     for plot in ("timeline.png", "rewards.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def checkpoint(name: str, folder: Path) -> CheckpointView:
+    return {
+        "job": JobId("a-1"),
+        "name": name,
+        "path": str(folder),
+        "state": "durable",
+        "seq": 1,
+        "step": 1,
+        "bytes_done": 1,
+        "bytes_total": 1,
+        "seconds": 1.0,
+        "as_of": 1.0,
+        "error": None,
+    }
+
+
+def test_a_checkpoint_without_weights_is_no_equal_one(tmp_path: Path) -> None:
+    empty = checkpoint("final", tmp_path)
+    with pytest.raises(ExecutionError, match="no weights to compare"):
+        digest_of([])
+    with pytest.raises(ExecutionError, match="no weights to compare"):
+        digest_of([empty])
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    other = checkpoint("other", tmp_path / "none")
+    assert digest_of([other, empty]) == sha256(b"weights").hexdigest()

@@ -108,7 +108,7 @@ def test_a_sick_run_is_named_and_its_samples_are_shown(
         )
         assert "Warning (ended_by_length)" in command(embedded, "jobs", job.job)
         text = command(embedded, "samples", job.job)
-        assert "10 of 32 samples" in text
+        assert "10 of 32 samples. Steps with samples: 1, from 1 to 1." in text
         assert "1. reward failed, 20 tokens, ended by length" in text
         shown = json.loads(command(embedded, "samples", job.job, "--step", "1", "--json"))
         assert [shown["steps"], shown["samples"][16]["reward"]] == [[1], 0.5]

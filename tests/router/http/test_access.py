@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -291,6 +292,32 @@ def test_a_scope_narrows_a_key(walk: Walk) -> None:
             assert status != 403 or f"scope {scope}" in text
         status, _ = walk.ask("GET /v1/jobs/{job}/deployments/{name}/openai/v1/models", key, names)
         assert status == 200, "both scopes include it"
+
+
+def test_who_may_not_cancel_an_operation_does_not_do_so_by_leaving_its_stream(walk: Walk) -> None:
+    body = {"role": "member", "scope": "read", "name": "reads"}
+    reads = send(walk.operator, "POST", f"/v1/tenants/{OWN}/keys", body).json()["api_key"]
+    for key in (reads, walk.key(OWN, AccessRole.VIEWER)):
+        with walk.client(key) as client:
+            for choice, status in (("cancel", 403), ("continue", 404)):
+                query = {"on_disconnect": choice}
+                found = client.get("/v1/operations/none/stream", params=query)
+                assert found.status_code == status
+
+
+def test_a_viewer_gets_quotes_for_all_tenants_and_a_member_for_its_own(walk: Walk) -> None:
+    for key, status in (
+        (walk.key(OWN, AccessRole.VIEWER), 400),
+        (walk.key(OWN, AccessRole.MEMBER), 400),
+        (walk.key(OTHER, AccessRole.MEMBER), 403),
+    ):
+        with walk.client(key) as client:
+            body = {"name": "n", "tenant": OWN}
+            asked = client.post("/v1/jobs/quote", json=body)
+            while asked.status_code == 429:
+                time.sleep(0.1)
+                asked = client.post("/v1/jobs/quote", json=body)
+            assert asked.status_code == status, asked.text
 
 
 def test_an_admin_of_a_tenant_makes_keys_for_it_and_none_for_operators(walk: Walk) -> None:

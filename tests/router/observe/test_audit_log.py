@@ -1,16 +1,28 @@
 """The audit log has one line for each request that may change something."""
 
+import asyncio
 import errno
 import io
 import json
 import logging
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from plexrl.process.folders.rotated_log import FILES, RotatedLog
-from plexrl.router.observe.audit_log import FOLDER, KINDS, read_audit
+from plexrl.router.observe.audit_log import (
+    FOLDER,
+    KINDS,
+    METHOD_MAX,
+    PATH_MAX,
+    AuditLog,
+    read_audit,
+)
+from plexrl.router.services.access_table import ROWS
 from plexrl.router.services.authentication import key_digest
 from plexrl.scheduler.accounting.tenants import key_id
 from tests.router.live_router import OPERATOR_KEY, live_router
@@ -88,6 +100,61 @@ def test_a_durable_line_is_in_the_file_or_its_loss_is_an_error(tmp_path: Path) -
         log.handle_durably(record("line"))
 
 
+def test_a_slow_disk_holds_up_no_other_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RotatedLog(tmp_path / "log", 4000)
+    is_syncing, may_end = threading.Event(), threading.Event()
+
+    def slow_sync(_: int) -> None:
+        is_syncing.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    durable = threading.Thread(target=log.handle_durably, args=(record("durable"),))
+    durable.start()
+    assert is_syncing.wait(60)
+    other = threading.Thread(target=log.handle, args=(record("other"),))
+    other.start()
+    other.join(10)
+    was_held_up = other.is_alive()
+    may_end.set()
+    durable.join()
+    other.join()
+    log.close()
+    assert not was_held_up
+    assert (tmp_path / "log").read_text() == "durable\nother\n"
+
+
+def test_a_line_after_one_that_was_cut_is_whole_and_a_long_path_is_cut(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    (folder / "r.strangers.log").write_text('{"at": "00')
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        del scope, receive
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+
+    async def run() -> None:
+        async def drop(*_: Any) -> Any:
+            return None
+
+        log = AuditLog(
+            refuse, data_dir=tmp_path, router="r", bytes_max=1 << 20, error_response=drop_error
+        )
+        scope = {"type": "http", "method": "M" * 9000, "path": "/é" * 9000, "client": None}
+        await log({**scope, "state": {}}, drop, drop)
+        for each in log._logs.values():
+            each.close()
+
+    async def drop_error(*_: Any) -> Any:
+        raise AssertionError
+
+    asyncio.run(run())
+    (line,) = read_audit(tmp_path, lambda _: True, 100)
+    assert (len(line["path"]), len(line["method"])) == (PATH_MAX, METHOD_MAX)
+
+
 def test_lines_of_all_logs_are_read_newest_first_and_broken_ones_left_out(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
@@ -118,6 +185,12 @@ def test_an_administrative_change_is_not_acknowledged_without_its_line() -> None
         assert "audit log" in answer.json()["error"]["message"]
         assert "api_key" not in answer.text
         assert operator.post("/v1/jobs", json={"job": "j", "name": "j"}).status_code == 201
+
+
+def test_each_change_of_a_key_is_administrative() -> None:
+    changes = [rule for row, rule in ROWS.items() if "/keys" in row and rule.changes]
+    assert len(changes) == 4
+    assert all(rule.is_administrative for rule in changes)
 
 
 class FullDisk(io.StringIO):

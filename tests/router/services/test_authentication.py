@@ -1,16 +1,25 @@
 """Cached replies about API keys never outlive a revocation; a claim carries the caller's scope."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from plexrl.access import OPERATORS, AccessRole
 from plexrl.errors import AuthenticationError, UnavailableError
 from plexrl.router.execution.scheduler_link import SchedulerLink
+from plexrl.router.http.routes.streams import _encoded
+from plexrl.router.http.streams.events import StreamEvent, json_line
 from plexrl.router.server.refused_keys import RefusedKeys
+from plexrl.router.services import services as services_module
 from plexrl.router.services.authentication import Caller, KeyCache, key_digest
+from plexrl.router.services.services import RouterServices
 from plexrl.scheduler.state.messages.calls import take_scope
 from plexrl.wire.rpc import Peer
 
@@ -116,3 +125,41 @@ def test_the_scheduler_reads_the_callers_scope_from_the_claim() -> None:
         caller = Caller("a", role)
         assert caller.sees_all == (role in OPERATORS)
         assert take_scope({**caller.claim, "job": "j"}) == (caller.scope, {"job": "j"})
+
+
+def test_a_token_stream_does_not_outlive_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply: Exception | None = None
+    asked = 0
+
+    class Keys:
+        def authorization_of(self, _: Request) -> str:
+            return "Bearer k"
+
+        async def caller_of(self, *_: str) -> None:
+            nonlocal asked
+            asked += 1
+            if reply is not None:
+                raise reply
+
+    class Reader:
+        async def events(self) -> AsyncIterator[StreamEvent]:
+            for number in range(3):
+                yield {"rows": [number]}
+
+    request = Request({"type": "http", "headers": [], "client": None, "state": {}})
+    services: Any = SimpleNamespace(keys=Keys(), shutdown=SimpleNamespace(has_begun=False))
+    services.check_still_valid = partial(RouterServices.check_still_valid, services)
+
+    async def read() -> list[StreamEvent]:
+        reader: Any = Reader()
+        return [json.loads(line) async for line in _encoded(services, request, reader, json_line)]
+
+    whole = [{"rows": [number]} for number in range(3)]
+    assert asyncio.run(read()) == whole
+    assert asked == 1, "not at each event"
+    monkeypatch.setattr(services_module, "KEY_CHECK_S", 0.0)
+    reply = UnavailableError("the scheduler restarts")
+    assert asyncio.run(read()) == whole
+    reply = AuthenticationError("revoked")
+    (event,) = asyncio.run(read())
+    assert event["error"]["code"] == "unauthenticated"

@@ -1,6 +1,7 @@
 """Exports of sessions' traces. The cluster's HTTP API is a function; the files are real."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ from typing import Any, cast
 import pytest
 
 from plexrl.errors import PlexRLError, UnavailableError, UnknownJobError
+from plexrl.router.tinker.messages.perfetto import Timeline
 from plexrl.router.tinker.records import RecordFile, SessionRecord
 from plexrl.router.tinker.routes.client import Client
-from plexrl.router.tinker.routes.traces import FOLDER, export
+from plexrl.router.tinker.routes.traces import KEPT_MAX, SUFFIX, _write, export
 from plexrl.router.tinker.sessions import Sessions
+
+EMPTY = Timeline(session="s", began_at=0.0, ended_at=1.0, rows=[], unfinished={})
 
 
 class Cluster:
@@ -49,19 +53,16 @@ def client_of(records: RecordFile, cluster: Cluster) -> Client:
     return Client(request=cast("Any", request), caller=cast("Any", caller), sessions=sessions)
 
 
-def test_exports_leave_one_file_of_each_session_and_are_made_one_by_one(
+def test_exports_of_a_tenant_are_made_one_by_one(
     records: RecordFile,
 ) -> None:
     cluster = Cluster()
     client = client_of(records, cluster)
 
-    async def main() -> list[dict[str, Any]]:
-        await asyncio.gather(*(export(client, "s") for _ in range(4)))
-        return [await export(client, name) for name in ("s", "other", "s")]
+    async def main() -> None:
+        await asyncio.gather(*(export(client, name) for name in ("s", "other", "s")))
 
-    last = asyncio.run(main())[1:]
-    names = sorted(file.name for file in (records.folder / FOLDER).iterdir())
-    assert names == sorted(each["url"].rpartition("/")[2] for each in last)
+    asyncio.run(main())
     assert cluster.asking_most == 1
 
 
@@ -75,3 +76,16 @@ def test_a_scheduler_that_does_not_answer_is_an_error_and_one_that_forgot_is_an_
         asyncio.run(export(client, "s"))
     cluster.error = UnknownJobError("long ago")
     assert asyncio.run(export(client, "s"))["status"] == "ready"
+
+
+def test_an_export_more_than_are_kept_deletes_the_tenants_oldest_one(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    _write(folder, f"other-0{SUFFIX}", EMPTY)
+    first = (folder / f"other-0{SUFFIX}").stat().st_mtime
+    for number in range(KEPT_MAX + 3):
+        name = f"own-{number}{SUFFIX}"
+        _write(folder, name, EMPTY)
+        os.utime(folder / name, (first + number, first + number))
+    kept = {file.name for file in folder.iterdir()}
+    newest = {f"own-{number}{SUFFIX}" for number in range(3, KEPT_MAX + 3)}
+    assert kept == newest | {f"other-0{SUFFIX}"}

@@ -3,9 +3,9 @@
 from tests.scheduler.fake_cluster import FakeCluster
 
 
-def two_jobs_on_one_group() -> FakeCluster:
+def two_jobs_on_one_group(history: int = 1000) -> FakeCluster:
     """Jobs `a` of tenant t and `b` of tenant u share two of four GPUs; `b` has the group."""
-    cluster = FakeCluster(policy="pack", residents_max=2)
+    cluster = FakeCluster(policy="pack", residents_max=2, history=history)
     cluster.start_node(4)
     for job, tenant in (("a", "t"), ("b", "u")):
         cluster.job(job, tenant)

@@ -33,7 +33,7 @@ def read_lanes(
 ) -> LanesView:
     window = cluster.now - seconds, cluster.now
     reader = LanesReader(cluster.core.cluster, tenant, window, 0)
-    for _ in reader.steps(lambda: cluster.core.cluster):
+    for _ in (*reader.read_memory(lambda: cluster.core.cluster), *reader.steps()):
         pass
     return reader.view()
 
@@ -139,6 +139,8 @@ def test_runs_from_the_archive_end_where_the_history_in_memory_begins() -> None:
     cluster = two_jobs_on_one_group()
     window = cluster.now - 1000.0, cluster.now
     reader = LanesReader(cluster.core.cluster, None, window, 0)
+    for _ in reader.read_memory(lambda: cluster.core.cluster):
+        pass
     since = reader.memory_since
     assert since is not None
     assert reader.earlier == (window[0], since)
@@ -146,7 +148,7 @@ def test_runs_from_the_archive_end_where_the_history_in_memory_begins() -> None:
     long_run = GroupRun(since - 100.0, since + 50.0, run_job("z"), WORK, about)
     for _ in reader.add_earlier([long_run], [(since - 200.0, since)]):
         pass
-    for _ in reader.steps(lambda: cluster.core.cluster):
+    for _ in reader.steps():
         pass
     view = reader.view()
     (old,) = [lane for lane in view["lanes"] if lane["is_gone"]]
@@ -155,6 +157,26 @@ def test_runs_from_the_archive_end_where_the_history_in_memory_begins() -> None:
     assert span[1] == round(since - window[0], 3)
     assert view["oldest"] == since - 200.0
     assert view["gaps"] == [(0.0, round(since - 200.0 - window[0], 3))]
+
+
+def test_what_left_the_memory_before_it_was_read_is_a_gap() -> None:
+    cluster = two_jobs_on_one_group(history=4)
+    window = cluster.now - 1000.0, cluster.now
+    reader = LanesReader(cluster.core.cluster, None, window, 0)
+    before = reader.memory_since
+    cluster.submit("a:2", "a/actor", "forward")
+    cluster.settle()
+    for _ in reader.read_memory(lambda: cluster.core.cluster):
+        pass
+    state = cluster.core.cluster.state
+    ended = [state.operations[name].finished_at for _, name in sorted(state.finished.items())]
+    assert before is not None
+    assert ended[0] is not None
+    assert ended[0] > before
+    # The archive is asked for what was not read.
+    assert reader.earlier == (window[0], ended[0])
+    (gap,) = reader.view()["gaps"]
+    assert gap == (0.0, round(ended[0] - window[0], 3))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +287,7 @@ def test_a_group_that_had_the_whole_history_is_read_in_short_steps() -> None:
     reader = LanesReader(cluster.core.cluster, None, (0.0, cluster.now), 0)
     (group,) = reader.groups.values()
     group.runs = [(0.01 * at, 0.01 * at + 0.005, run_job("a"), WORK) for at in range(50_000)]
-    assert sum(1 for _ in reader.steps(lambda: cluster.core.cluster)) >= 50_000 // RUNS_PER_STEP
+    assert sum(1 for _ in reader.steps()) >= 50_000 // RUNS_PER_STEP
 
 
 def test_an_endless_row_of_short_runs_stays_a_bounded_answer() -> None:

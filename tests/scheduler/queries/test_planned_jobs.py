@@ -6,7 +6,13 @@ import pytest
 from plexrl.errors import InvalidRequestError, QuotaExceededError, UnknownJobError
 from plexrl.ids import DeploymentId, JobId, TenantId
 from plexrl.scheduler.jobs.quoted_jobs import quoted_jobs
-from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan, cluster_plan
+from plexrl.scheduler.queries.overview.planned_jobs import (
+    JOBS_PER_STEP,
+    ClusterPlan,
+    LiveJobsReader,
+    cluster_plan,
+    live_jobs,
+)
 from plexrl.scheduler.state.demand.job_quote import JobQuote
 from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages import events as ev
@@ -156,3 +162,29 @@ def test_a_quote_survives_snapshot_and_restart() -> None:
     cluster.restart_scheduler(restored=True)
     assert cluster.core.cluster.state.jobs[JobId("a")].quote == QUOTE
     assert cluster.core.cluster.state.deployments[DeploymentId("a/actor")].spec.workers == 2
+
+
+def test_a_job_that_uses_idle_time_alone_refuses_no_other_tenants_quote() -> None:
+    cluster = one_job()
+    cluster.deploy("a/eval", "rollout", 1, preemptible=True)
+    cluster.end("a/actor")
+    assert cluster.core.cluster.state.job(JobId("a")).deployments == ["a/eval"]
+    call = ReadPlan(name="new", steps=7, deployments=(training(trace=TRACE),))
+    assert plan_of(cluster, call, TenantId("u")).jobs == ()
+
+
+def test_live_jobs_are_read_in_short_steps_between_which_they_may_end() -> None:
+    cluster = FakeCluster(policy="isolated")
+    cluster.start_node(4)
+    for number in range(JOBS_PER_STEP + 2):
+        cluster.job(f"j{number}")
+        cluster.deploy(f"j{number}/actor", workers=1)
+    reader = LiveJobsReader(cluster.core.cluster.state)
+    steps = reader.steps(lambda: cluster.core.cluster.state, cluster.now)
+    next(steps)
+    cluster.send(ev.JobFinished(job=f"j{JOBS_PER_STEP}", outcome="cancelled"))
+    assert list(steps) == [None]
+    assert len(reader.jobs) == JOBS_PER_STEP + 1
+    assert [job.job for job in live_jobs(cluster.core.cluster.state, cluster.now)] == [
+        job.job for job in reader.jobs
+    ]

@@ -82,6 +82,7 @@ def test_the_last_key_of_an_operator_that_does_not_expire_is_kept() -> None:
     cluster = cluster_with_a_tenant()
     grant(cluster, "seen", AccessRole.VIEWER)
     grant(cluster, "for now", AccessRole.OPERATOR, expires_at=cluster.now + 5.0)
+    grant(cluster, "reads", AccessRole.OPERATOR, scope=KeyScope.READ)
     root = ev.ApiKeyRevoked(tenant="operator", key=key_id(digest("root")))
     with pytest.raises(errors.ConflictError, match="rotate it first"):
         cluster.send(root)

@@ -9,15 +9,22 @@ only beside a header of the page's own requests. All redirects go to the provide
 import base64
 import hashlib
 import hmac
+import logging
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 from urllib.parse import urlencode
 
+import httpx
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from plexrl.errors import AuthenticationError, NotFoundError, PermissionDeniedError
+from plexrl.errors import (
+    AuthenticationError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from plexrl.router.http.view_route import ViewRoute
 from plexrl.router.services.authentication import PAGE_HEADER, SESSION_COOKIE
 from plexrl.router.services.services import RouterServices, Services
@@ -25,6 +32,7 @@ from plexrl.router.services.services import RouterServices, Services
 if TYPE_CHECKING:
     from plexrl.router.services.oidc import Provider
 
+LOG = logging.getLogger(__name__)
 ROUTES = APIRouter(prefix="/v1/login", tags=["login"], route_class=ViewRoute)
 LOGIN_COOKIE, REFRESH_COOKIE = "plexrl-login", "plexrl-refresh"
 LOGIN_PARTS = ("state", "nonce", "verifier")
@@ -81,7 +89,7 @@ async def begin(services: Services) -> Response:
         # Without it some providers give no refresh token.
         "prompt": "consent",
     }
-    endpoint = (await provider.metadata())["authorization_endpoint"]
+    endpoint = await provider.endpoint("authorization_endpoint")
     reply = RedirectResponse(f"{endpoint}?{urlencode(query)}", 303, {"Cache-Control": "no-store"})
     # Lax: the provider's redirect back is a request from another site.
     _set_cookie(services, reply, LOGIN_COOKIE, ".".join(login.values()), LOGIN_S, same_site="lax")
@@ -107,8 +115,10 @@ async def callback(
         "redirect_uri": _callback(services),
         "code_verifier": login["verifier"],
     }
-    tokens = await _tokens(services, form)
-    request.state.caller, left_s = await provider.caller(tokens["id_token"], nonce=login["nonce"])
+    with services.keys.limited(_address(request)):
+        tokens = await _tokens(services, form)
+        found = await provider.caller(tokens["id_token"], nonce=login["nonce"])
+    request.state.caller, left_s = found
     reply = RedirectResponse(f"{provider.config.public_url.rstrip('/')}/dashboard", 303)
     _drop_cookie(services, reply, LOGIN_COOKIE)
     _keep(services, reply, tokens, left_s)
@@ -123,12 +133,14 @@ async def refresh(request: Request, services: Services) -> Response:
     token = request.cookies.get(_name(services, REFRESH_COOKIE))
     if not token:
         raise AuthenticationError("the login has ended: log in again")
-    try:
-        form = {"grant_type": "refresh_token", "refresh_token": token}
-        tokens = await _tokens(services, form)
-    except PermissionDeniedError as error:
-        raise AuthenticationError("the login has ended: log in again") from error
-    request.state.caller, left_s = await provider.caller(tokens["id_token"])
+    form = {"grant_type": "refresh_token", "refresh_token": token}
+    with services.keys.limited(_address(request)):
+        try:
+            tokens = await _tokens(services, form)
+        except PermissionDeniedError as error:
+            raise AuthenticationError("the login has ended: log in again") from error
+        found = await provider.caller(tokens["id_token"])
+    request.state.caller, left_s = found
     reply = Response(status_code=204)
     _keep(services, reply, tokens, left_s)
     return reply
@@ -136,24 +148,33 @@ async def refresh(request: Request, services: Services) -> Response:
 
 @ROUTES.post("/logout", summary="End a login on the page")
 async def logout(request: Request, services: Services, response: Response) -> LoggedOut:
-    """The cookies are dropped, and the refresh token is revoked at the provider. The ID token
-    counts until it expires, but nobody has it any more."""
+    """The cookies are dropped, and the refresh token is revoked if the provider can do that and
+    answers. The ID token counts until it expires, but nobody has it any more."""
     provider = _provider(services)
     _check_page(request)
-    token = request.cookies.get(_name(services, REFRESH_COOKIE))
-    metadata = await provider.metadata()
-    if token and "revocation_endpoint" in metadata:
-        form = {"token": token, "token_type_hint": "refresh_token", **_client(services)}
-        await provider.client.post(metadata["revocation_endpoint"], data=form)
     for name in (SESSION_COOKIE, REFRESH_COOKIE, LOGIN_COOKIE):
         _drop_cookie(services, response, name)
-    return {"url": str(metadata.get("end_session_endpoint", ""))}
+    token = request.cookies.get(_name(services, REFRESH_COOKIE))
+    try:
+        metadata = await provider.metadata()
+        if token and "revocation_endpoint" in metadata:
+            form = {"token": token, "token_type_hint": "refresh_token", **_client(services)}
+            endpoint = await provider.endpoint("revocation_endpoint")
+            (await provider.client.post(endpoint, data=form)).raise_for_status()
+        return {"url": str(metadata.get("end_session_endpoint", ""))}
+    except (UnavailableError, PermissionDeniedError, httpx.HTTPError, OSError) as error:
+        LOG.warning("the refresh token of a login that has ended was not revoked: %s", error)
+        return {"url": ""}
 
 
 def _provider(services: RouterServices) -> "Provider":
     if services.keys.provider is None:
         raise NotFoundError("nobody can log in here: use an API key")
     return services.keys.provider
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 def _check_page(request: Request) -> None:
@@ -186,7 +207,7 @@ def _client(services: RouterServices) -> dict[str, str]:
 
 async def _tokens(services: RouterServices, form: dict[str, str]) -> dict[str, str]:
     provider = _provider(services)
-    endpoint = (await provider.metadata())["token_endpoint"]
+    endpoint = await provider.endpoint("token_endpoint")
     found = await provider.ask("POST", endpoint, {**form, **_client(services)})
     if not isinstance(found.get("id_token"), str):
         raise AuthenticationError("the identity provider gives no ID token: its scope lacks openid")
@@ -215,17 +236,13 @@ def _set_cookie(
         max_age=age_s,
         httponly=True,
         samesite=same_site,
-        secure=_is_secure(services),
+        secure=_provider(services).is_secure,
     )
 
 
 def _drop_cookie(services: RouterServices, reply: Response, name: str) -> None:
-    reply.delete_cookie(_name(services, name), httponly=True, secure=_is_secure(services))
-
-
-def _is_secure(services: RouterServices) -> bool:
-    return str(_provider(services).config.public_url).startswith("https:")
+    reply.delete_cookie(_name(services, name), httponly=True, secure=_provider(services).is_secure)
 
 
 def _name(services: RouterServices, name: str) -> str:
-    return f"__Host-{name}" if _is_secure(services) else name
+    return _provider(services).cookie(name)

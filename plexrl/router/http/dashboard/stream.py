@@ -8,7 +8,7 @@ from fastapi import Request
 
 from plexrl.errors import AuthenticationError, OverloadedError, PlexRLError
 from plexrl.router.http.streams.events import named_event
-from plexrl.router.services.authentication import Caller, authorization_of
+from plexrl.router.services.authentication import Caller
 from plexrl.router.services.error_responses import public_error
 from plexrl.router.services.services import RouterServices
 
@@ -79,4 +79,4 @@ class OverviewStreams:
 async def _still_known(request: Request, services: RouterServices) -> Caller:
     """The caller of the stream, by its key of now: a stream must not outlive its key."""
     address = request.client.host if request.client else ""
-    return await services.keys.caller_of(authorization_of(request), address)
+    return await services.keys.caller_of(services.keys.authorization_of(request), address)

@@ -190,6 +190,7 @@ class OpenAIGeneration:
             yield chunk(self.asked, heads)
         reader = TokenReader(self.services, self.caller, self.operation, read_cursor(""))
         async for found in reader.events():
+            await self.services.check_still_valid(self.request)
             if "restart" in found:
                 for text in texts:
                     text.restart()

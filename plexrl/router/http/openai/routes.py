@@ -69,7 +69,8 @@ async def add_key(request: Request, services: Services, job: str) -> dict[str, s
 
 @ROUTES.delete("/{job}/keys", summary="Revoke all API keys of a job")
 async def revoke_keys(request: Request, services: Services, job: str) -> dict[str, str]:
-    """No router accepts them any more once this is answered; requests in progress are finished."""
+    """No router accepts them any more once this is answered. Streams end within seconds; other
+    requests in progress are finished."""
     await services.ask(request, m.REVOKE_JOB_KEYS, job=job)
     return {"job": job}
 

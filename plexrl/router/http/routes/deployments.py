@@ -102,8 +102,8 @@ async def quote(request: Request, services: Services, body: QuoteRequest) -> Quo
     """Nothing is submitted. The job is described by `deployments`, by a job that it is `like`, or
     by a `row`. 429 `overloaded` if another quote is being made."""
     caller = await services.caller(request)
-    if body.tenant is not None and not caller.is_operator and body.tenant != caller.tenant:
-        raise PermissionDeniedError("only the operator asks for other tenants")
+    if body.tenant is not None and not caller.sees_all and body.tenant != caller.tenant:
+        raise PermissionDeniedError("only operators and viewers ask for other tenants")
     asked = body.model_dump(exclude={"deployments", "tenant", "price"}, exclude_none=True)
     described = []
     for deployment in body.deployments:

@@ -6,9 +6,17 @@ from typing import Literal
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from plexrl.router.http.streams.events import StreamEvent, json_line, read_cursor, server_sent
+from plexrl.errors import AuthenticationError
+from plexrl.router.http.streams.events import (
+    StreamEvent,
+    error_event,
+    json_line,
+    read_cursor,
+    server_sent,
+)
 from plexrl.router.http.streams.token_reader import TokenReader
-from plexrl.router.services.guarded_route import GuardedRoute
+from plexrl.router.services.access_table import CHANGE
+from plexrl.router.services.guarded_route import GuardedRoute, check_access
 from plexrl.router.services.services import RouterServices, Services
 
 SERVER_SENT = "text/event-stream"
@@ -36,9 +44,14 @@ async def stream(
 
     Every event with tokens has a cursor (the event's id). Send the cursor as `after` or as
     Last-Event-ID to continue the stream after it, on any router, for as long as the result is kept.
-    The generation continues without readers, unless `on_disconnect=cancel`.
+    The generation continues without readers, unless `on_disconnect=cancel`, which is for those
+    who may cancel it.
     """
     caller = await services.caller(request)
+    if on_disconnect == "cancel":
+        check_access(CHANGE, caller, request)
+        # For the audit log.
+        request.state.rule = CHANGE
     reader = TokenReader(services, caller, operation, read_cursor(after or last_event_id))
     await reader.check()
     is_server_sent = SERVER_SENT in request.headers.get("accept", "")
@@ -58,8 +71,14 @@ async def _encoded(
     reader: TokenReader,
     encode: Callable[[StreamEvent], bytes],
 ) -> AsyncIterator[bytes]:
-    """The encoded events, until the client disconnects or this router stops."""
+    """The encoded events, until the client disconnects, its key is revoked or expires, or this
+    router stops."""
     async for event in reader.events():
+        try:
+            await services.check_still_valid(request)
+        except AuthenticationError as error:
+            yield encode(error_event(error.to_wire()))
+            return
         if "waiting" in event and await request.is_disconnected():
             return
         yield encode(event)

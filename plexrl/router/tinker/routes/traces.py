@@ -13,7 +13,12 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from plexrl.errors import NotFoundError
 from plexrl.router.tinker.messages.perfetto import Timeline, encode_trace
-from plexrl.router.tinker.records import FutureRecord, SamplerRecord, SessionRecord, request_digest
+from plexrl.router.tinker.records import (
+    FutureRecord,
+    SamplerRecord,
+    SessionRecord,
+    request_digest,
+)
 from plexrl.router.tinker.routes.client import Client, TinkerClient, TinkerRoute
 
 if TYPE_CHECKING:
@@ -26,6 +31,9 @@ PREFIX = "/api/v1/traces/"
 FOLDER, SUFFIX = "tinker-traces", ".pftrace"
 KEPT_S = 3600.0
 """How long a file can be downloaded."""
+KEPT_MAX = 16
+"""Files of one tenant that are kept; an older one is deleted for each more, so that exports do not
+fill the disk."""
 PAGE = 1000
 
 
@@ -34,7 +42,7 @@ async def export(client: TinkerClient, session: str) -> dict[str, Any]:
     """Make the trace of a session, and say where it can be downloaded."""
     found = client.sessions.find(SessionRecord, session, client.caller)
     records = client.sessions.records
-    name = f"{request_digest(found.id)}-{secrets.token_urlsafe(24)}{SUFFIX}"
+    name = f"{request_digest(found.tenant)}-{secrets.token_urlsafe(24)}{SUFFIX}"
     # A trace is held in memory while it is made.
     async with records.exclusive(f"traces of {found.tenant}"):
         timeline = await _timeline(client, found)
@@ -99,17 +107,17 @@ async def _rows(client: Client, query: str) -> "list[LoggedOperationView]":
 def _write(folder: Path, name: str, timeline: Timeline) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     oldest = time.time() - KEPT_S
+    own: list[tuple[float, Path]] = []
     for file in folder.iterdir():
         with suppress(FileNotFoundError):
-            # A session has one file at a time, so that exports do not fill the disk.
-            if _owner(file.name) == _owner(name) or file.stat().st_mtime < oldest:
+            made_at = file.stat().st_mtime
+            if made_at < oldest:
                 file.unlink()
+            elif file.name.partition("-")[0] == name.partition("-")[0]:
+                own.append((made_at, file))
+    for _, file in sorted(own)[: max(0, len(own) + 1 - KEPT_MAX)]:
+        file.unlink(missing_ok=True)
     (folder / name).write_bytes(encode_trace(timeline))
-
-
-def _owner(name: str) -> str:
-    """The digest of the session of a file."""
-    return name.partition("-")[0]
 
 
 def _is_kept(file: Path) -> bool:

@@ -7,6 +7,7 @@ events. The lanes end at the moment when the reading began.
 Groups that exist come first, then those that are gone and had runs in the window.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -53,8 +54,8 @@ class LaneGroup:
 
 
 class LanesReader:
-    """One reading of the history: `add_earlier` if there is an archive, all `steps`, then
-    `view`."""
+    """One reading of the history: `read_memory`, `add_earlier` if there is an archive, all `steps`,
+    then `view`. Operations may leave the memory meanwhile, so it is read first."""
 
     def __init__(
         self, cluster: Cluster, tenant: TenantId | None, window: tuple[float, float], first: int
@@ -71,9 +72,10 @@ class LanesReader:
         self._bands: dict[int, LaneBand] = {}
         self._covered: list[tuple[float, float]] = []
         self.memory_since = history_since(cluster.state)
-        """When the history in memory begins; None: nothing has ended yet."""
-        if self.memory_since is not None:
-            self._covered.append((self.memory_since, self._until))
+        """When the history in memory begins, or what was read of it; None: nothing has ended
+        yet."""
+        self._read_until = math.inf
+        """When the last operation ended that was read."""
         self._add_running(cluster.state)
 
     @property
@@ -93,10 +95,20 @@ class LanesReader:
             if number % OPERATIONS_PER_STEP == OPERATIONS_PER_STEP - 1:
                 yield
 
-    def steps(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
-        """Read; each step takes about a millisecond. `cluster` returns the present one."""
+    def read_memory(self, cluster: Callable[[], Cluster]) -> Iterator[None]:
+        """Read the history in memory; each step takes about a millisecond. `cluster` returns the
+        present one."""
         while self._read_some(cluster().state):
             yield
+        if self.memory_since is None:
+            return
+        if self._read_until > self._since:
+            # Older ones may have left the memory between two steps.
+            self.memory_since = max(self.memory_since, min(self._read_until, self._until))
+        self._covered.append((self.memory_since, self._until))
+
+    def steps(self) -> Iterator[None]:
+        """Make the lanes; each step takes about a millisecond."""
         per_band = -(-len(self.groups) // LANES_MAX)
         for at, group in enumerate(self.groups.values()):
             has_lane = self._first <= at < self._first + LANES_MAX
@@ -135,6 +147,7 @@ class LanesReader:
         for index in range(self._next, stop, -1):
             operation = state.operations[state.finished[index]]
             assert operation.finished_at is not None, "it is in the history"
+            self._read_until = operation.finished_at
             if operation.finished_at <= self._since:
                 # The log is in the order of ends.
                 return False

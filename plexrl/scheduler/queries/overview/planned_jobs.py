@@ -5,10 +5,10 @@ no keys, models or operations, so it is small, and it may leave the scheduler. I
 one training and one rollout; the GPUs of references and judges count with those of the rollout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Final, Literal
 
 from plexrl.errors import InvalidRequestError
 from plexrl.ids import JobId, TenantId
@@ -24,6 +24,9 @@ from plexrl.scheduler.state.demand.trace import DemandTrace, Segment
 from plexrl.scheduler.state.messages.calls import ReadPlan
 from plexrl.scheduler.state.records import Deployment, Job, Node, State
 from plexrl.scheduler.state.tenant import Tenant
+
+JOBS_PER_STEP: Final = 50
+"""A step over so many jobs takes about a millisecond."""
 
 Rollouts = Literal["own", "shared"]
 Knowledge = Literal["measured", "like others", "declared", "unknown"]
@@ -99,8 +102,15 @@ class ClusterPlan:
     end_errors: tuple[float, ...] = ()
 
 
-def cluster_plan(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float) -> ClusterPlan:
-    """The plan with the job that `call` describes. Nothing is changed.
+def cluster_plan(
+    cluster: Cluster,
+    tenant: TenantId,
+    call: ReadPlan,
+    now: float,
+    jobs: Sequence[ProjectedJob] | None = None,
+) -> ClusterPlan:
+    """The plan with the job that `call` describes. Nothing is changed. `jobs`: the live ones, if
+    they were read in steps.
 
     Raises:
         InvalidRequestError: the job has no deployments, or nothing is known of its demand or
@@ -118,24 +128,48 @@ def cluster_plan(cluster: Cluster, tenant: TenantId, call: ReadPlan, now: float)
         settings=planning(cluster.settings.config),
         nodes=_pools(cluster.state),
         tenants=tuple(map(_tenant, cluster.state.tenants.values())),
-        jobs=live_jobs(cluster.state, now),
+        jobs=live_jobs(cluster.state, now) if jobs is None else tuple(jobs),
         asked=asked,
         start_errors=() if owner is None else tuple(owner.quoted_starts),
         end_errors=() if owner is None else tuple(owner.quoted_ends),
     )
 
 
+class LiveJobsReader:
+    """One reading of all live jobs that have or wait for GPUs: all `steps`, then `jobs`."""
+
+    def __init__(self, state: State) -> None:
+        live = [job for job in state.jobs.values() if _is_planned(state, job)]
+        live.sort(
+            key=lambda job: (job.placed_at is None, job.placed_at or job.submitted_at, job.serial)
+        )
+        self._names = [job.job for job in live]
+        self.jobs: list[ProjectedJob] = []
+
+    def steps(self, state: Callable[[], State], now: float) -> Iterator[None]:
+        """Read; `state` returns the present one. Between two steps jobs may end."""
+        for at in range(0, len(self._names), JOBS_PER_STEP):
+            present = state()
+            for name in self._names[at : at + JOBS_PER_STEP]:
+                job = present.jobs.get(name)
+                if job is not None and _is_planned(present, job):
+                    self.jobs.append(_live(present, job, now))
+            yield
+
+
 def live_jobs(state: State, now: float) -> tuple[ProjectedJob, ...]:
-    """All live jobs that have or wait for GPUs."""
-    live = [job for job in state.jobs.values() if _is_planned(job)]
-    live.sort(
-        key=lambda job: (job.placed_at is None, job.placed_at or job.submitted_at, job.serial)
-    )
-    return tuple(_live(state, job, now) for job in live)
+    """The live jobs, read at once."""
+    reader = LiveJobsReader(state)
+    for _ in reader.steps(lambda: state, now):
+        pass
+    return tuple(reader.jobs)
 
 
-def _is_planned(job: Job) -> bool:
-    return not job.state.is_final and not job.is_set_aside and bool(job.deployments)
+def _is_planned(state: State, job: Job) -> bool:
+    """Whether it has or waits for GPUs: what uses the idle time of others alone does not."""
+    if job.state.is_final or job.is_set_aside:
+        return False
+    return any(not state.deployment(name).spec.preemptible for name in job.deployments)
 
 
 def _live(state: State, job: Job, now: float) -> ProjectedJob:

@@ -17,7 +17,7 @@ from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.queries.overview.gpu_states import overview
 from plexrl.scheduler.queries.overview.job_times import TimesReader
 from plexrl.scheduler.queries.overview.lanes import LanesReader
-from plexrl.scheduler.queries.overview.planned_jobs import cluster_plan
+from plexrl.scheduler.queries.overview.planned_jobs import LiveJobsReader, cluster_plan
 from plexrl.scheduler.queries.overview.queue import LISTS, page, row
 from plexrl.scheduler.queries.overview.shares import Bills
 from plexrl.scheduler.queries.overview.totals import TotalsReader
@@ -79,8 +79,9 @@ class OverviewCalls:
         until = self._now() - call.until_s
         window = until - call.seconds, until
         reader = LanesReader(self._core.cluster, scope, window, call.first)
+        await self._read(reader.read_memory(lambda: self._core.cluster))
         await self._add_earlier(reader, scope)
-        await self._read(reader.steps(lambda: self._core.cluster))
+        await self._read(reader.steps())
         return reader.view()
 
     async def _add_earlier(self, reader: LanesReader, scope: Scope) -> None:
@@ -114,7 +115,9 @@ class OverviewCalls:
             raise InvalidRequestError("a quote is for one tenant: name it")
         if call.like is not None and scope != self._core.tenant_of_job(call.like):
             raise unknown_job(call.like)
-        plan = cluster_plan(self._core.cluster, scope, call, self._now())
+        reader, now = LiveJobsReader(self._core.cluster.state), self._now()
+        await self._read(reader.steps(lambda: self._core.cluster.state, now))
+        plan = cluster_plan(self._core.cluster, scope, call, now, reader.jobs)
         return {"plan": msgspec.json.encode(plan).decode()}
 
     async def _times(self, scope: Scope, call: calls.OneJob) -> ov.JobTimesView:

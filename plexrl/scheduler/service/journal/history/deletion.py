@@ -3,11 +3,14 @@
 Events of other tenants stay, and so do times and positions. A replay over deleted events is not
 possible: the reader says what is missing. Snapshots hold all tenants' states, so those made while
 the tenant had any are deleted.
+
+Later events are told by earlier ones and by snapshots, which name the jobs. So these go last: a
+deletion that was interrupted finds all the rest when it is repeated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,7 +18,11 @@ from plexrl.errors import CorruptStateError
 from plexrl.ids import TenantId
 from plexrl.scheduler.operations.operations import OWN_MARK
 from plexrl.scheduler.service.journal.history.archive import Archive
-from plexrl.scheduler.service.journal.history.event_files import decode_events, repack
+from plexrl.scheduler.service.journal.history.event_files import (
+    EventRows,
+    decode_events,
+    repack,
+)
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     RUNS,
@@ -29,6 +36,8 @@ from plexrl.scheduler.service.journal.history.run_files import (
     encode_runs,
 )
 
+OPERATIONS_MAX: Final = 1_000_000
+"""Operations of the tenant that are known at a time; many more than a scheduler keeps."""
 LISTS = frozenset({"states", "workers"})
 """Fields of reports of nodes that name several tenants' deployments."""
 
@@ -53,14 +62,17 @@ def delete_tenant(archive: Archive, tenant: TenantId) -> Deleted:
     deleted, owned = Deleted(), _Owned(tenant)
     pieces = archive.pieces()
     # Snapshots name the jobs that began before the oldest event.
+    states = [
+        piece
+        for piece in pieces
+        if piece.kind == STATE and _has_state(archive, piece, owned, deleted)
+    ]
+    _delete_events(archive, [each for each in pieces if each.kind == EVENTS], owned, deleted)
     for piece in pieces:
-        if piece.kind == STATE:
-            _delete_state(archive, piece, owned, deleted)
-    for piece in pieces:
-        if piece.kind == EVENTS:
-            _delete_events(archive, piece, owned, deleted)
-        elif piece.kind == RUNS:
+        if piece.kind == RUNS:
             _delete_runs(archive, piece, tenant, deleted)
+    archive.delete(states)
+    deleted.snapshots = len(states)
     return deleted
 
 
@@ -70,12 +82,15 @@ class _Owned:
     def __init__(self, tenant: TenantId) -> None:
         self.tenant = tenant
         self._jobs: set[str] = set()
-        self._operations: dict[str, bool] = {}
-        """Whether an unfinished operation is the tenant's."""
+        self._operations: dict[str, None] = {}
+        """The tenant's newest operations, oldest first. One may be reported again after its end."""
 
-    def add_jobs(self, jobs: Iterable[str]) -> None:
-        """Jobs of the tenant."""
+    def add_jobs(self, jobs: Iterable[str], operations: Mapping[str, Any]) -> None:
+        """Jobs of the tenant, and the operations of all tenants beside them."""
         self._jobs.update(jobs)
+        for name, operation in operations.items():
+            if self._names(operation["deployment"]):
+                self._add_operation(name)
 
     def rest_of(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """The event without what is the tenant's; None: nothing is left of it."""
@@ -98,14 +113,19 @@ class _Owned:
         if isinstance(job, str) or event.get("deployment"):
             is_own = job in self._jobs or self._names(event.get("deployment"))
             if event["type"] == "OperationSubmitted":
-                self._operations[str(operation)] = is_own
+                if is_own:
+                    self._add_operation(str(operation))
+                else:
+                    self._operations.pop(str(operation), None)
             return is_own
         # The scheduler's own operations are named after the deployment, or the sync they serve.
         name = str(operation).partition(OWN_MARK)[0]
-        known = self._operations.get(name)
-        if name == operation and event["type"] == "OperationFinished":
-            self._operations.pop(name, None)
-        return self._names(name) if known is None else known
+        return name in self._operations or self._names(name)
+
+    def _add_operation(self, name: str) -> None:
+        self._operations[name] = None
+        if len(self._operations) > OPERATIONS_MAX:
+            del self._operations[next(iter(self._operations))]
 
     def _names(self, found: object) -> bool:
         """Whether a deployment, an operation of the scheduler's own, or a report of one is the
@@ -114,42 +134,88 @@ class _Owned:
         return isinstance(text, str) and "/" in text and text.partition("/")[0] in self._jobs
 
 
-def _delete_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+def _has_state(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> bool:
+    """Whether the snapshot has anything of the tenant, whose jobs are noted."""
     content = archive.read(piece)
     if content is None:
-        return
+        return False
     try:
         state = msgspec.msgpack.decode(unseal(piece.name, content))["state"]
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
-        return
+        _delete_damaged(archive, piece, deleted)
+        return False
     jobs = [name for name, job in state["jobs"].items() if job["tenant"] == owned.tenant]
-    owned.add_jobs(jobs)
-    if jobs or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]:
-        deleted.snapshots += 1
-        archive.delete([piece])
+    owned.add_jobs(jobs, state["operations"])
+    return bool(jobs) or owned.tenant in state["tenants"] or owned.tenant in state["forgotten"]
 
 
-def _delete_events(archive: Archive, piece: ArchivePiece, owned: _Owned, deleted: Deleted) -> None:
+def _delete_events(
+    archive: Archive, pieces: Sequence[ArchivePiece], owned: _Owned, deleted: Deleted
+) -> None:
+    """Delete from the last piece to the first, once all were read."""
+    found: list[tuple[ArchivePiece, _Rest]] = []
+    for piece in pieces:
+        rows = _rows(archive, piece, deleted)
+        rest = None if rows is None else _rest_of(rows, owned)
+        if rest is not None and rest.events:
+            deleted.events += rest.events
+            found.append((piece, rest))
+    for piece, rest in reversed(found):
+        rows = _rows(archive, piece, deleted)
+        if rows is not None:
+            rest.replace(rows)
+            archive.write(piece, repack(piece, rows))
+
+
+class _Rest:
+    """What is left of the events of one piece."""
+
+    def __init__(self, count: int) -> None:
+        self.events = 0
+        """Those of which something is deleted."""
+        self.is_gone = bytearray(count)
+        self.parts: dict[int, str] = {}
+
+    def replace(self, rows: EventRows) -> None:
+        """Put it in place of the events."""
+        for number, is_gone in enumerate(self.is_gone):
+            if is_gone:
+                rows.bodies[number] = ""
+        for number, body in self.parts.items():
+            rows.bodies[number] = body
+
+
+def _rows(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> EventRows | None:
     content = archive.read(piece)
     if content is None:
-        return
+        return None
     try:
-        rows = decode_events(piece, content)
+        return decode_events(piece, content)
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
-        return
-    before = deleted.events
+        _delete_damaged(archive, piece, deleted)
+        return None
+
+
+def _rest_of(rows: EventRows, owned: _Owned) -> _Rest:
+    found = _Rest(len(rows.bodies))
     for number, body in enumerate(rows.bodies):
-        event = msgspec.json.decode(body) if body else {}
-        rest = owned.rest_of(event) if body else event
-        if rest is not event:
-            rows.bodies[number] = "" if rest is None else msgspec.json.encode(rest).decode()
-            deleted.events += 1
-    if deleted.events > before:
-        archive.write(piece, repack(piece, rows))
+        if not body:
+            continue
+        event = msgspec.json.decode(body)
+        rest = owned.rest_of(event)
+        if rest is event:
+            continue
+        found.events += 1
+        if rest is None:
+            found.is_gone[number] = True
+        else:
+            found.parts[number] = msgspec.json.encode(rest).decode()
+    return found
+
+
+def _delete_damaged(archive: Archive, piece: ArchivePiece, deleted: Deleted) -> None:
+    deleted.damaged.append(piece.name)
+    archive.delete([piece])
 
 
 def _delete_runs(archive: Archive, piece: ArchivePiece, tenant: TenantId, deleted: Deleted) -> None:
@@ -159,8 +225,7 @@ def _delete_runs(archive: Archive, piece: ArchivePiece, tenant: TenantId, delete
     try:
         runs = decode_runs(piece.name, read, len(RESOLUTIONS_S) - 1, None)
     except CorruptStateError:
-        deleted.damaged.append(piece.name)
-        archive.delete([piece])
+        _delete_damaged(archive, piece, deleted)
         return
     others = [run for run in runs or () if run.job is None or run.job.tenant != tenant]
     if runs is not None and len(others) < len(runs):

@@ -1,6 +1,6 @@
 """Events as bytes: the file of an `events` piece."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from plexrl.scheduler.service.journal.history.pieces import (
     seal,
     unseal,
 )
-from plexrl.scheduler.service.journal.journal import Row
+from plexrl.scheduler.service.journal.journal import Journal, Row
 
 
 class EventRows(msgspec.Struct, array_like=True):
@@ -44,3 +44,23 @@ def repack(piece: ArchivePiece, rows: EventRows) -> bytes:
 def decode_events(piece: ArchivePiece, content: bytes) -> EventRows:
     """The rows of a piece. Raises `CorruptStateError`."""
     return msgspec.msgpack.decode(unseal(piece.name, content), type=EventRows)
+
+
+def last_piece(pieces: Iterable[ArchivePiece], kind: str, series: int) -> ArchivePiece | None:
+    """The piece of one kind with which a series ends; None: it has none."""
+    own = [piece for piece in pieces if piece.kind == kind and piece.series == series]
+    return max(own, key=lambda piece: piece.last, default=None)
+
+
+def is_continued_by(journal: Journal, piece: ArchivePiece | None) -> bool:
+    """Whether the events of the journal follow those of the piece with which a series ends. They do
+    not if the journal is shorter, or has another event in that place: it began anew since."""
+    if piece is None:
+        return True
+    rows = journal.rows(piece.last - 1, 1)
+    if rows:
+        (position, at, _), *_ = rows
+        found = new_piece(EVENTS, piece.series, position, position, at, at)
+        return position > piece.last or found.end_ms == piece.end_ms
+    newest = journal.snapshot()
+    return newest is not None and newest[0] >= piece.last

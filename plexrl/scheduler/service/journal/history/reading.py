@@ -11,8 +11,8 @@
 
 A replay begins at the newest archived snapshot before `since`, or at the beginning of the journal,
 and handles the events in between. Where pieces are missing, because they were deleted by age or by
-a tenant's wish, a replay raises `NotFoundError`; `entries` passes over them, for readers that
-need single events only.
+a tenant's wish, or are damaged, a replay raises `NotFoundError`; `entries` passes over them, for
+readers that need single events only.
 
 `runs` reads the runs of operations, which needs no replay, in the resolution of a screen.
 """
@@ -21,14 +21,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from plexrl.errors import CorruptStateError, NotFoundError, PlexRLError
+from plexrl.errors import CorruptStateError, NotFoundError, PlexRLError, StorageError
 from plexrl.ids import TenantId
 from plexrl.scheduler.core.advance import EVENT, NONE
 from plexrl.scheduler.core.core import SchedulerCore
 from plexrl.scheduler.queries.overview.runs import GroupRun
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.history.archive import Archive
-from plexrl.scheduler.service.journal.history.event_files import decode_events
+from plexrl.scheduler.service.journal.history.event_files import (
+    decode_events,
+    is_continued_by,
+    last_piece,
+)
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     RUNS,
@@ -55,6 +59,10 @@ class HistoryEntry:
     event: Event
     skipped: frozenset[str]
     """Steps that a replay leaves out, as the scheduler did."""
+
+
+_Found = tuple[int, HistoryEntry | None]
+"""(position, event); None: it is missing, and so are those before it that were not given."""
 
 
 @dataclass(slots=True)
@@ -115,9 +123,10 @@ class HistoryReader:
 
     def entries(self, since: float, until: float) -> Iterator[HistoryEntry]:
         """The known events between two times, in their order, without a core."""
-        for series in sorted({piece.series for piece in self._archive.pieces(EVENTS)} or {0}):
-            for entry in self._entries(series, 0, until, since):
-                if entry.at >= since:
+        found = {piece.series for piece in self._archive.pieces(EVENTS)}
+        for series in sorted(found | {self._journal_series()}):
+            for _, entry in self._entries(series, 0, until, since):
+                if entry is not None and entry.at >= since:
                     yield entry
 
     def runs(
@@ -155,11 +164,15 @@ class HistoryReader:
         """(series, core, position, time) of the newest snapshot before `since`."""
         newest = None if self._journal is None else self._journal.snapshot()
         if newest is not None and newest[1] < since:
-            series = max((each.series for each in self._archive.pieces()), default=0)
-            return series, SchedulerCore.restore(config, newest[2]), newest[0], newest[1]
+            restored = SchedulerCore.restore(config, newest[2])
+            return self._journal_series(), restored, newest[0], newest[1]
         pieces = self._archive.pieces(STATE, EVENTS)
-        before = [piece for piece in pieces if piece.begin < since]
+        before = [piece for piece in pieces if _begins_before(piece, since)]
         series = before[-1].series if before else 0
+        if self._journal is not None and self._journal_series() > series:
+            rows = self._journal.rows(0, 1)
+            if rows and rows[0][1] < since:
+                return self._journal_series(), SchedulerCore(config), 0, 0.0
         for piece in reversed(before):
             if piece.kind != STATE or piece.series != series:
                 continue
@@ -177,21 +190,36 @@ class HistoryReader:
         except CorruptStateError:
             return None
 
+    def _journal_series(self) -> int:
+        """The series that the journal continues, or begins."""
+        pieces = self._archive.pieces()
+        series = max((piece.series for piece in pieces), default=0)
+        last = last_piece(pieces, EVENTS, series)
+        if self._journal is None or is_continued_by(self._journal, last):
+            return series
+        return series + 1
+
     def _without_gaps(self, series: int, after: int, until: float) -> Iterator[HistoryEntry]:
-        for entry in self._entries(series, after, until):
-            if entry.position != after + 1:
-                raise NotFoundError(
-                    f"the history has no events {after + 1} to {entry.position - 1}: they were "
-                    "deleted, or never archived; name a later time",
-                    first=after + 1,
-                    last=entry.position - 1,
-                )
-            after = entry.position
+        missing = after
+        for position, entry in self._entries(series, after, until):
+            missing = position if entry is None else position - 1
+            if entry is None:
+                continue
+            if missing > after:
+                break
+            after = position
             yield entry
+        if missing > after:
+            raise NotFoundError(
+                f"the history has no events {after + 1} to {missing}: they were deleted, damaged, "
+                "or never archived; name a later time",
+                first=after + 1,
+                last=missing,
+            )
 
     def _entries(
         self, series: int, after: int, until: float, since: float = 0.0
-    ) -> Iterator[HistoryEntry]:
+    ) -> Iterator[_Found]:
         """The events of one series after a position, then those that only the journal has."""
         pieces = self._archive.pieces(EVENTS)
         for piece in pieces:
@@ -199,35 +227,37 @@ class HistoryReader:
                 continue
             if piece.begin > until:
                 return
-            for entry in self._of_piece(piece):
-                if after < entry.position and entry.at <= until:
-                    after = entry.position
-                    yield entry
-        if self._journal is not None and series == max((p.series for p in pieces), default=0):
+            for position, entry in self._of_piece(piece, until):
+                if after < position:
+                    after = position
+                    yield position, entry
+        if self._journal is not None and series == self._journal_series():
             yield from self._of_journal(self._journal, after, until)
 
-    def _of_piece(self, piece: ArchivePiece) -> Iterator[HistoryEntry]:
-        content = self._archive.read(piece)
-        if content is None:
-            return
+    def _of_piece(self, piece: ArchivePiece, until: float) -> Iterator[_Found]:
         try:
-            rows = decode_events(piece, content)
+            content = self._archive.read(piece)
+            rows = None if content is None else decode_events(piece, content)
         except CorruptStateError:
+            rows = None
+        if rows is None:
+            # Which of its events are of before `until` is in the piece alone.
+            yield (piece.last if piece.end <= until else piece.first), None
             return
         for number, (at, body) in enumerate(zip(rows.times, rows.bodies, strict=True)):
+            if at > until:
+                return
             position = rows.first + number
-            if body:
-                steps = frozenset(rows.skipped.get(position, ()))
-                yield HistoryEntry(position, at, CODEC.decode(body), steps)
+            steps = frozenset(rows.skipped.get(position, ()))
+            yield position, _entry(position, at, body, steps) if body else None
 
-    def _of_journal(self, journal: Journal, after: int, until: float) -> Iterator[HistoryEntry]:
+    def _of_journal(self, journal: Journal, after: int, until: float) -> Iterator[_Found]:
         skipped = journal.skipped_steps()
         while rows := journal.rows(after, JOURNAL_PAGE):
             for position, at, body in rows:
                 if at > until:
                     return
-                steps = skipped.get(position, NONE)
-                yield HistoryEntry(position, at, CODEC.decode(body), steps)
+                yield position, _entry(position, at, body, skipped.get(position, NONE))
             after = rows[-1][0]
 
 
@@ -239,6 +269,22 @@ def handle(core: SchedulerCore, entry: HistoryEntry) -> None:
             core.handle(entry.event, entry.at, entry.skipped)
     except PlexRLError:
         return
+
+
+def _entry(position: int, at: float, body: str, skipped: frozenset[str]) -> HistoryEntry:
+    try:
+        return HistoryEntry(position, at, CODEC.decode(body), skipped)
+    except ValueError as error:
+        raise StorageError(
+            f"event {position} of the history cannot be read: {error}: use the version of PlexRL "
+            "that wrote it",
+            position=position,
+        ) from error
+
+
+def _begins_before(piece: ArchivePiece, since: float) -> bool:
+    """Whether a piece surely begins before `since`, which may be less than a millisecond later."""
+    return (piece.end if piece.kind == STATE else piece.begin) < since
 
 
 def _joined(first: HistoryEntry | None, rest: Iterator[HistoryEntry]) -> Iterator[HistoryEntry]:

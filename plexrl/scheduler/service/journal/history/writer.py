@@ -29,7 +29,11 @@ from plexrl.scheduler.queries.overview.runs import (
 )
 from plexrl.scheduler.rules.config import SchedulerConfig
 from plexrl.scheduler.service.journal.history.archive import Archive, KeptHistory, expired
-from plexrl.scheduler.service.journal.history.event_files import encode_events
+from plexrl.scheduler.service.journal.history.event_files import (
+    encode_events,
+    is_continued_by,
+    last_piece,
+)
 from plexrl.scheduler.service.journal.history.pieces import (
     EVENTS,
     RUNS,
@@ -53,6 +57,8 @@ ROWS_PER_READ: Final = 500
 HELD_EVENTS_MAX: Final = 1_000_000
 """Events that the journal keeps for an archive that cannot be written."""
 RETRY_S: Final = 60.0
+STALLED_S: Final = 300.0
+"""An archive that has not answered for so long is named: a mount may hang rather than fail."""
 BEHIND: Final = "history_behind"
 """Code of the condition."""
 
@@ -81,11 +87,12 @@ class HistoryWriter:
         *,
         position: int,
         retry_s: float = RETRY_S,
+        stalled_s: float = STALLED_S,
     ) -> None:
         self.archive = archive
         self._kept, self._journal, self._core = kept, journal, core
         self._start = position, core().cluster.state.finished_count
-        self._retry_s = retry_s
+        self._retry_s, self._stalled_s = retry_s, stalled_s
         self._wanted = asyncio.Event()
         # Also what a former process left to do.
         self._wanted.set()
@@ -93,6 +100,8 @@ class HistoryWriter:
         self._series: int | None = None
         self._archived = 0
         self._failure: tuple[float, str] | None = None
+        self._pending: tuple[float, float] | None = None
+        """When a call of the archive began that has not ended: since the epoch, and monotonic."""
 
     def notify(self) -> None:
         """There is a new snapshot."""
@@ -106,19 +115,41 @@ class HistoryWriter:
 
     def condition(self) -> Condition | None:
         """What is wrong; None: nothing is."""
-        if self._failure is None:
+        failure = self._failure or self._stall()
+        if failure is None:
             return None
-        since, message = self._failure
+        since, message = failure
         text = f"the history is not archived, and kept in the journal meanwhile: {message}"
         return Condition(code=BEHIND, message=text, since=since)
+
+    def _stall(self) -> tuple[float, str] | None:
+        if self._pending is None:
+            return None
+        since, began_at = self._pending
+        pending_s = time.monotonic() - began_at
+        if pending_s < self._stalled_s:
+            return None
+        return since, (
+            f"the archive {self.archive.location} has not answered for {pending_s:.0f} s: check "
+            "its disk or mount"
+        )
 
     async def runs(
         self, since: float, until: float, pixel_s: float, tenant: TenantId | None
     ) -> ArchivedRuns:
-        """As `HistoryReader.runs`, one call at a time."""
-        async with self._reading:
-            reader = HistoryReader(self.archive)
-            return await _in_thread(partial(reader.runs, since, until, pixel_s, tenant))
+        """As `HistoryReader.runs`, one call at a time: also one that nobody awaits any more ends
+        before the next begins, so that an archive that hangs holds one thread."""
+        await self._reading.acquire()
+        read = partial(HistoryReader(self.archive).runs, since, until, pixel_s, tenant)
+        reading = asyncio.ensure_future(_in_thread(read))
+        reading.add_done_callback(self._end_reading)
+        return await asyncio.shield(reading)
+
+    def _end_reading(self, reading: asyncio.Future[ArchivedRuns]) -> None:
+        self._reading.release()
+        if not reading.cancelled():
+            # Nobody may await it any more.
+            reading.exception()
 
     async def run(self) -> None:
         """Archive after each snapshot, and again after failures, until cancelled."""
@@ -137,9 +168,17 @@ class HistoryWriter:
     async def archive_now(self) -> None:
         """Archive up to the newest snapshot. Raises `PlexRLError`; what is done stays done."""
         if self._series is None:
-            await _in_thread(self._begin)
+            await self._ask(self._begin)
         await self._archive_runs()
-        await _in_thread(self._archive_events)
+        await self._ask(self._archive_events)
+
+    async def _ask(self, work: Callable[[], Result]) -> Result:
+        """Result of calls of the archive, made by a thread."""
+        self._pending = time.time(), time.monotonic()
+        try:
+            return await _in_thread(work)
+        finally:
+            self._pending = None
 
     def _failed(self, error: Exception) -> None:
         since = time.time() if self._failure is None else self._failure[0]
@@ -151,18 +190,20 @@ class HistoryWriter:
         self._failure = since, text
 
     def _begin(self) -> None:
-        """Find where the archive ends. One that is ahead of the journal is another journal's."""
+        """Find where the archive ends. One that is ahead of the journal, or ends with another
+        event than the journal has there, is another journal's."""
         self.archive.clean()
         pieces = self.archive.pieces()
         last = max((piece.series for piece in pieces), default=0)
         own = [piece for piece in pieces if piece.series == last]
         events, operations = _end(own, EVENTS), _end(own, RUNS)
-        if events > self._start[0] or operations > self._start[1]:
+        is_ahead = events > self._start[0] or operations > self._start[1]
+        if is_ahead or not is_continued_by(self._journal, last_piece(own, EVENTS, last)):
             last, events = last + 1, 0
         self._archived, self._series = events, last
 
     async def _archive_runs(self) -> None:
-        pieces = await _in_thread(partial(self._pieces, RUNS))
+        pieces = await self._ask(partial(self._pieces, RUNS))
         after = max(_end(pieces, RUNS), oldest_index(self._core().cluster.state) - 1)
         runs, first = [], after + 1
         while after < (last := self._core().cluster.state.finished_count):
@@ -173,7 +214,7 @@ class HistoryWriter:
         if runs:
             follows = bool(pieces) and pieces[-1].last == first - 1
             since = pieces[-1].end if follows else min(run.end for run in runs)
-            await _in_thread(partial(self._save_runs, runs, first, after, since))
+            await self._ask(partial(self._save_runs, runs, first, after, since))
 
     def _some_runs(self, after: int, count: int) -> list[GroupRun]:
         state = self._core().cluster.state
@@ -202,6 +243,8 @@ class HistoryWriter:
             piece, content = encode_events(self._number, rows, self._journal.skipped_steps())
             self._store(piece, content)
             self._archived = piece.last
+            # It answers, however many pieces there are.
+            self._pending = time.time(), time.monotonic()
         self._store_state(position, at, body)
         self._journal.compact(2, self._archived)
 
