@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from posixpath import normpath, relpath
 from types import ModuleType
@@ -34,8 +35,10 @@ COPIED = {
     "README.md": "readme.md",
 }
 """Files outside docs/ that are pages of the site, with their names there."""
-MERMAID = "mermaid@11"
+MERMAID = "mermaid@11.17.2"
 """The npm package that draws state machines; the theme would fetch it from the internet."""
+MERMAID_SHA256 = "581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8"
+"""Of its `mermaid.min.js`, which runs in each reader's browser."""
 _LINK = re.compile(r"\[([^][]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -166,7 +169,10 @@ def add_mermaid(config: MkDocsConfig) -> None:
         with tarfile.open(Path(folder, run.stdout.strip())) as package:
             file = package.extractfile("package/dist/mermaid.min.js")
             assert file is not None, f"{MERMAID} has no mermaid.min.js"
-            path.write_bytes(file.read())
+            text = file.read()
+            if sha256(text).hexdigest() != MERMAID_SHA256:
+                raise ValueError(f"{MERMAID} is not the file whose digest this script has")
+            path.write_bytes(text)
 
 
 def main() -> None:
@@ -175,6 +181,7 @@ def main() -> None:
     Raises:
         FileNotFoundError, subprocess.CalledProcessError: npm is missing or does not have the
             library that draws diagrams.
+        ValueError: it is another file.
     """
     config = load_config(str(ROOT / "mkdocs.yml"))
     config.plugins.on_startup(command="build", dirty=False)
