@@ -3,7 +3,9 @@
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,54 @@ def test_closing_ends_the_rollouts_that_wait(opened: list[VerifiersTasks]) -> No
         environment.step("b")
     with pytest.raises(ConflictError, match="the tasks are closed"):
         environment.reset()
+
+
+def test_a_tool_that_exits_ends_its_rollout_alone(opened: list[VerifiersTasks]) -> None:
+    class Exiting(Counting):
+        async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+            if messages[-1]["content"] == "exit":
+                sys.exit(3)
+            return await super().env_response(messages, state)
+
+    for timeout_s in (None, 60.0):  # With one, the library plays in a task of its own.
+        first = only(opened, Exiting, rubric=rubric(), timeout_seconds=timeout_s)
+        other = opened[-1].environment(dict(first._row))
+        first.reset()
+        other.reset()
+        with pytest.raises(ExecutionError, match="SystemExit"):
+            first.step("exit")
+        assert other.step("b").observation == [{"role": "user", "content": "reply 1"}]
+
+
+def test_closing_waits_neither_for_a_busy_tool_nor_for_a_rollout_that_has_not_begun(
+    opened: list[VerifiersTasks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "CLOSE_S", 0.01)
+    is_busy, goes_on = threading.Event(), threading.Event()
+
+    class Busy(Counting):
+        async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+            is_busy.set()
+            goes_on.wait(60)
+            return await super().env_response(messages, state)
+
+    busy = only(opened, Busy, rubric=rubric())
+    new = opened[-1].environment(dict(busy._row))
+    busy.reset()
+    with ThreadPoolExecutor() as threads:
+        step = threads.submit(busy.step, "a")
+        assert is_busy.wait(60)
+        begun = threads.submit(new.reset)
+        while new._rollout is None:
+            pass
+        opened[-1].close()
+        goes_on.set()
+        for waits in (step, begun):
+            waits.exception(60)  # It has ended, in one way or another.
+    with pytest.raises(ConflictError, match="closed"):
+        busy.step("a")
+    with pytest.raises(ConflictError, match="the tasks are closed"):
+        opened[-1].score_group([])
 
 
 def test_a_rubric_that_compares_scores_a_whole_group(opened: list[VerifiersTasks]) -> None:

@@ -11,10 +11,10 @@ import json
 import queue
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MODEL = "plexrl"
 """Name of the model that the library notes with its rollouts."""
+CLOSE_S = 10.0
+"""How long `close` waits for rollouts that are busy."""
 
 
 class VerifiersTasks:
@@ -46,9 +48,7 @@ class VerifiersTasks:
         _client_class()
         self._source = environment
         self._stops = tuple(stops) if environment.tool_defs else ()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = _LoopThread()
 
     def __enter__(self) -> "VerifiersTasks":
         return self
@@ -96,7 +96,7 @@ class VerifiersTasks:
         Until then their trajectories have the reward 0.
 
         Raises:
-            ConflictError: one of them has not ended.
+            ConflictError: one of them has not ended, or the tasks are closed.
         """
         states = [environment.state for environment in environments]
         if None in states:
@@ -104,17 +104,58 @@ class VerifiersTasks:
                 f"environment {states.index(None)} has not ended: score `done` trajectories, or "
                 "`finish` it"
             )
-        scored = self._source.rubric.score_group(states)
-        asyncio.run_coroutine_threadsafe(scored, self._loop).result()
+        self._loop.submit(self._source.rubric.score_group(states)).result()
         return [float(state["reward"]) for state in states]
 
     def close(self) -> None:
-        """End the rollouts that have not ended, and the thread."""
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """End the rollouts that have not ended, and the thread. One that a tool keeps busy for
+        more than `CLOSE_S` ends when the tool does."""
+        self._loop.close()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._submitting = threading.Lock()
+        self._is_closed = False
+        # A daemon: a tool that hangs must not hold up the end of the process.
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+                break
+            except (SystemExit, KeyboardInterrupt):
+                # Of a task, which has it as its error; the other rollouts go on.
+                continue
+        self._loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        """Run `work` in the loop. Raises `ConflictError`: it is closed."""
+        with self._submitting:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise ConflictError("the tasks are closed: make a VerifiersTasks")
+
+    def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Call `work` in the loop, unless that has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *arguments)
+
+    def close(self) -> None:
+        """Cancel all work, and end the thread."""
+        with self._submitting:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ended.add_done_callback(lambda _: self.call_soon(self._loop.stop))
+        self._thread.join(CLOSE_S)
 
 
 class VerifiersEnvironment:
@@ -124,7 +165,7 @@ class VerifiersEnvironment:
         self,
         source: Any,
         row: Mapping[str, Any],
-        loop: asyncio.AbstractEventLoop,
+        loop: _LoopThread,
         stops: Sequence[str] = (),
     ) -> None:
         """`source` is the library's environment, whose rollouts all run in `loop`; a reply ends at
@@ -148,11 +189,11 @@ class VerifiersEnvironment:
             ExecutionError: the rollout has ended before its first turn.
         """
         self.close()
-        if self._loop.is_closed():
-            raise ConflictError("the tasks are closed: make a VerifiersTasks")
-        self._turns, self._known, self.state = queue.SimpleQueue(), [], None
-        self._rollout = asyncio.run_coroutine_threadsafe(self._play(), self._loop)
-        self._turn = self._turns.get()
+        turns: queue.SimpleQueue[_Turn] = queue.SimpleQueue()
+        self._turns, self._known, self.state = turns, [], None
+        self._rollout = self._loop.submit(self._play(turns))
+        self._rollout.add_done_callback(partial(_end_closed, turns))
+        self._turn = turns.get()
         if self._turn.asked is None:
             raise ExecutionError("the environment asked for no reply") from self._turn.error
         return self._turn.observation
@@ -186,29 +227,35 @@ class VerifiersEnvironment:
         """Answer what the rollout waits for, and take its next turn. Raises as `step`."""
         if self._turn.asked is not None:
             # In a loop that is closed, the rollout's end is in the queue.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(_settle, self._turn.asked, reply)
+            self._loop.call_soon(_settle, self._turn.asked, reply)
             self._turn = self._turns.get()
         if self._turn.error is not None:
             raise self._turn.error
 
-    async def _play(self) -> None:
+    async def _play(self, turns: "queue.SimpleQueue[_Turn]") -> None:
         """The whole rollout."""
-        turns, source = self._turns, self._source
+        source = self._source
         try:
-            state = await source.rollout(self._row, _client_class()(self._ask), MODEL, {})
+            client = _client_class()(partial(self._ask, turns))
+            state = await source.rollout(self._row, client, MODEL, {})
             if source.score_rollouts and not source.rubric.has_group_rewards:
                 await source.rubric.score_rollout(state)
             await source.rubric.cleanup(state)
             self.state = state
             turns.put(_Turn(reward=float(state["reward"] or 0.0), error=state.get("error")))
         except asyncio.CancelledError:
-            turns.put(_Turn(error=ConflictError("the rollout was closed")))
             raise
         except Exception as error:
             turns.put(_Turn(error=error))
+        except BaseException as error:
+            # Such as `SystemExit` of a tool, which would end the loop of all rollouts.
+            ended = ExecutionError(f"the environment raised {error!r}")
+            ended.__cause__ = error
+            turns.put(_Turn(error=ended))
 
-    async def _ask(self, messages: Sequence[Any], tools: Sequence[Any]) -> Any:
+    async def _ask(
+        self, turns: "queue.SimpleQueue[_Turn]", messages: Sequence[Any], tools: Sequence[Any]
+    ) -> Any:
         """The library's response to a request: the model's reply."""
         if [_schema(tool) for tool in tools] != [_schema(t) for t in self._source.tool_defs or ()]:
             raise InvalidRequestError(f"this row has tools of its own: {_OTHERWISE}")
@@ -217,7 +264,7 @@ class VerifiersEnvironment:
         if conversation[:known] != self._known:
             raise InvalidRequestError(f"the environment rewrites earlier messages: {_OTHERWISE}")
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._turns.put(_Turn(asked=asked, observation=conversation[known:]))
+        turns.put(_Turn(asked=asked, observation=conversation[known:]))
         response = _response(await asked, len(conversation), has_tools=bool(tools))
         self._known = [*conversation, _message(response.message)]
         return response
@@ -234,6 +281,11 @@ class _Turn:
     observation: Sequence[Message] = ()
     reward: float = 0.0
     error: Exception | None = None
+
+
+def _end_closed(turns: "queue.SimpleQueue[_Turn]", rollout: "Future[None]") -> None:
+    if rollout.cancelled():
+        turns.put(_Turn(error=ConflictError("the rollout was closed")))
 
 
 def _settle(asked: asyncio.Future[str], reply: str | Exception) -> None:

@@ -185,6 +185,9 @@ class RunHealth:
                     self._add("clipped", seen.clip_fraction * seen.tokens, seen.tokens)
                 trained, sampled = self._trainer_step, seen.sampled_step
                 sampled = self._sampled_step if sampled is None else sampled
+                if trained is not None and seen.sampled_step is not None:
+                    # Another router saw the steps since, so that their number is not known here.
+                    trained = None if seen.sampled_step > trained else trained
                 if seen.kl is not None and trained is not None and sampled is not None:
                     behind = max(0, trained - sampled)
                     name = "kl_older_weights" if behind else "kl_same_weights"

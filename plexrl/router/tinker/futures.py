@@ -85,8 +85,9 @@ class Futures:
             found = self._records.find(RolloutRecord, rollout.id) or rollout
             if found.loaded != checkpoint:
                 assert checkpoint is not None, "a base model's deployment loads nothing"
-                # The name follows from the request, so that a repetition loads nothing twice.
-                await self._load(key, found, checkpoint, f"{future.id}:load")
+                # A repetition of the request loads nothing twice, unless others have loaded since.
+                name = f"{future.id}:load-{found.loads}"
+                await self._load(key, found, checkpoint, name)
             if found.load not in self._loaded:
                 future.after = found.load
             await self._api.submit(key, rollout.id, "generate", future.id, params, arrays)
@@ -102,6 +103,7 @@ class Futures:
         params = {"job": checkpoint[0], "name": checkpoint[1]}
         await self._api.submit(key, rollout.id, "load_checkpoint", load, params)
         rollout.loaded, rollout.load = checkpoint, load
+        rollout.loads += 1
         self._records.put(rollout)
 
     async def poll(self, key: str, future: FutureRecord) -> FutureAnswer:

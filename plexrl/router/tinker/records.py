@@ -17,7 +17,7 @@ import os
 import sqlite3
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +94,8 @@ class RolloutRecord(ClientRecord, kw_only=True):
     """Checkpoint that was loaded last."""
     load: str = ""
     """Operation that loads it; empty: nothing was loaded."""
+    loads: int = 0
+    """Loads so far. The name of a load has their number, because an operation runs once."""
 
 
 class FutureRecord(ClientRecord, kw_only=True):
@@ -199,6 +201,12 @@ class RecordFile:
         rows = self._file.execute(query, arguments)
         found = [msgspec.json.decode(row[0], type=kind) for row in rows]
         return sorted(found, key=lambda each: each.made_at)
+
+    def sessions_of(self, kinds: Sequence[type[ClientRecord]]) -> set[str]:
+        """Ids of the sessions that have records of any of the classes."""
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT DISTINCT session FROM records WHERE kind IN ({marks})"
+        return {row[0] for row in self._file.execute(query, [each.__name__ for each in kinds])}
 
     def drop(self, record: ClientRecord) -> None:
         """Remove a record."""

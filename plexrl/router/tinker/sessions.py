@@ -36,6 +36,7 @@ from plexrl.router.tinker.records import (
     RolloutRecord,
     SamplerRecord,
     SessionRecord,
+    WaitingRecord,
     WeightsRecord,
     request_digest,
 )
@@ -56,6 +57,8 @@ LORA_ALPHA = 32.0
 EPHEMERAL = "{model}.sampler.step-"
 EPHEMERAL_KEPT = 8
 """Weights without a name that are kept for each model; older ones are deleted."""
+CLIENT_KINDS = (FutureRecord, HeardRecord, SamplerRecord, RolloutRecord, WaitingRecord)
+"""Records that a session has until it ends."""
 BASES = "base models"
 """Lock of the deployments of base models."""
 OPTIONS = {"train": "plexrl_train", "rollout": "plexrl_rollout"}
@@ -100,11 +103,15 @@ class Sessions:
                     await self._delete(each)
                 except PlexRLError as error:
                     LOG.warning("%s was not deleted: %s", each.id, error)
+        left_over = self.records.sessions_of(CLIENT_KINDS)
         for session in self.records.all(SessionRecord):
-            # One that has futures is just about to end.
-            left = (FutureRecord, WeightsRecord)
-            is_old = session.is_finished and session.finished_at < time_now - FINISHED_KEPT_S
-            if is_old and not any(self.records.all(x, session.id) for x in left):
+            if not session.is_finished or session.finished_at > time_now - SWEEP_S:
+                continue
+            if session.id in left_over:
+                # Requests were on their way when it ended, or the router that ended it was killed.
+                await self._clear(session)
+            is_old = session.finished_at < time_now - FINISHED_KEPT_S
+            if is_old and not self.records.all(WeightsRecord, session.id):
                 self.records.drop_all(ModelRecord, session.id)
                 self.records.drop(session)
 
@@ -403,12 +410,15 @@ class Sessions:
         return _jobs_of(self.records.all(SamplerRecord, session))
 
     async def _end(self, session: SessionRecord) -> None:
-        """Forget what only the session itself needs, and delete its weights without a name."""
         now = self.records.find(SessionRecord, session.id)
         if now is None or now.is_finished:
             return
         session.is_finished, session.finished_at = True, time.time()
         self.records.update(session)
+        await self._clear(session)
+
+    async def _clear(self, session: SessionRecord) -> None:
+        """Forget what only a live session needs, and delete its weights without a name."""
         self._heard.pop(session.id, None)
         saves = []
         for future in self.records.all(FutureRecord, session.id):
@@ -419,12 +429,12 @@ class Sessions:
         models = self.records.all(ModelRecord, session.id)
         for model in models:
             self.futures.queue.forget_model(model.id)
-        for kind in (FutureRecord, HeardRecord, SamplerRecord, RolloutRecord):
-            self.records.drop_all(kind, session.id)
         for model in models:
             for save in saves:
                 if save.startswith(f"{model.id}:"):
                     await self._delete_ephemeral(model, save.rpartition(":")[2])
+        for kind in CLIENT_KINDS:
+            self.records.drop_all(kind, session.id)
 
     async def _keep_unpolled(self, future: FutureRecord) -> None:
         """Note saved weights whose answer the client has not waited for."""

@@ -213,7 +213,8 @@ class TrainingQueue:
             nbytes=pending.nbytes,
         )
         await asyncio.to_thread(self._write, waiting.id, pending)
-        if seq >= self._next_seq(model.id):
+        # A file that nothing waits for is deleted later.
+        if seq >= self._next_seq(model.id) and not self._is_over(model):
             self._records.put(waiting)
 
     def _write(self, request: str, pending: PendingRequest) -> None:
@@ -294,8 +295,7 @@ class TrainingQueue:
                 )
                 return True
             except RETRIABLE:
-                session = self._records.find(SessionRecord, model.session)
-                if session is not None and session.is_finished:
+                if self._is_over(model):
                     if self._held.pop(operation, None) is not None:
                         pending.sent.set()
                     return False
@@ -311,12 +311,18 @@ class TrainingQueue:
             held.sent.set()
 
     def _release(self, model_id: str) -> None:
-        """Let go of requests that another router has submitted."""
-        next_seq = self._next_seq(model_id)
+        """Let go of requests that another router has submitted, or whose session it has ended."""
+        model = self._records.find(ModelRecord, model_id)
+        is_over = model is None or self._is_over(model)
         for request in list(self._held):
             owner, _, number = request.rpartition(":")
-            if owner == model_id and int(number) < next_seq:
+            if owner == model_id and (is_over or int(number) < self._next_seq(model_id)):
                 self._held.pop(request).sent.set()
+
+    def _is_over(self, model: ModelRecord) -> bool:
+        """Whether the model's session has ended."""
+        session = self._records.find(SessionRecord, model.session)
+        return session is not None and session.is_finished
 
     def _drop(self, waiting: WaitingRecord) -> None:
         self._records.drop(waiting)

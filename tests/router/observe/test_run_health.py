@@ -216,6 +216,8 @@ def test_a_batch_is_judged_by_its_own_weights_not_by_those_of_the_newest_samples
     # The samples of the batch came by another router.
     unseen = Stepped(grad_norm=1.0, trainer_step=2)
     assert codes(unseen, taught(kl=0.2, sampled_step=1)) == ["kl_older_weights"]
+    # So did later steps: how far behind the batch is cannot be known.
+    assert codes(unseen, taught(kl=0.2, sampled_step=3)) == []
 
 
 def test_a_critic_counts_for_numbers_that_are_not_finite_alone() -> None:

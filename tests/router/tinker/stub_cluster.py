@@ -22,6 +22,8 @@ class StubCluster:
         self.batches: list[Arrays] = []
         self.known: set[str] = set()
         self.is_down = False
+        self.refused_kind = ""
+        """Kind of operations of which the queue is full; empty: none."""
         self.was_down = asyncio.Event()
         """A request was refused, as the cluster is down."""
         self.result: dict[str, Any] = {"metrics": {}}
@@ -33,6 +35,8 @@ class StubCluster:
         if self.is_down:
             status, body = 503, _refusal("unavailable")
             self.was_down.set()
+        elif operation == self.refused_kind:
+            status, body = 429, _refusal("overloaded")
         elif scope["method"] == "POST":
             self._submit(scope, (await receive())["body"])
         elif operation not in self.known:

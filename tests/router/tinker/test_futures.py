@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from plexrl.errors import InvalidRequestError
+from plexrl.errors import InvalidRequestError, OverloadedError
 from plexrl.router.tinker.api import ClusterApi
 from plexrl.router.tinker.futures import Futures
 from plexrl.router.tinker.records import (
@@ -96,6 +96,37 @@ def test_a_sampler_is_polled_though_the_scheduler_has_forgotten_its_load(
         assert (await futures.poll(KEY, future)).json == {"done": True}
 
     run(records, cluster, sample)
+
+
+def test_a_sample_that_is_sent_again_is_of_its_weights_though_others_were_loaded_meanwhile(
+    records: RecordFile,
+) -> None:
+    cluster = StubCluster()
+    rollout = RolloutRecord(id="s/r", session="s")
+    records.put(rollout)
+
+    async def draw(futures: Futures, sampler: int, seq: int) -> None:
+        request = f"s:sample:{sampler}:{seq}"
+        future = FutureRecord(id=request, session="s", kind="sample", operation=request)
+        await futures.sample(KEY, rollout, ("s", f"c{sampler}"), future, {}, {})
+
+    async def main(futures: Futures, _: ModelRecord) -> None:
+        cluster.refused_kind = "generate"
+        with pytest.raises(OverloadedError):
+            await draw(futures, 0, 1)
+        cluster.refused_kind = ""
+        await draw(futures, 1, 1)
+        await draw(futures, 0, 1)
+        await draw(futures, 0, 2)
+
+    run(records, cluster, main)
+    loaded = [each for each in cluster.submitted if "load" in each]
+    assert cluster.submitted[-3:] == [loaded[2], "s:sample:0:1", "s:sample:0:2"]
+    assert [each.rpartition(":")[0] for each in loaded] == [
+        "s:sample:0:1",
+        "s:sample:1:1",
+        "s:sample:0:1",
+    ]
 
 
 def test_a_poll_that_is_repeated_does_not_bring_deleted_weights_back(records: RecordFile) -> None:

@@ -14,9 +14,10 @@ from plexrl.router.tinker.records import (
     ModelRecord,
     RecordFile,
     SessionRecord,
+    WaitingRecord,
     WeightsRecord,
 )
-from plexrl.router.tinker.sessions import FINISHED_KEPT_S, GONE_S, Sessions
+from plexrl.router.tinker.sessions import FINISHED_KEPT_S, GONE_S, SWEEP_S, Sessions
 
 
 def make_router(records: RecordFile) -> Sessions:
@@ -50,6 +51,32 @@ def test_a_client_that_is_gone_leaves_its_saved_weights_only(
     assert records.all(SessionRecord), "it is listed for a day"
     sweep(router, GONE_S + 1, FINISHED_KEPT_S + 1)
     assert len(records.all(SessionRecord)) == len(records.all(ModelRecord)) == has_weights
+    records.close()
+
+
+def test_what_arrives_while_a_session_ends_or_is_left_by_a_killed_router_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    records = RecordFile(tmp_path / "tinker.sqlite")
+    now = time.time()
+    records.put(SessionRecord(id="s", session="s", tenant="t", is_finished=True, finished_at=now))
+    records.put(
+        ModelRecord(id="m", session="s", deployment="s/d", base_model="b", folder="f", lora=None)
+    )
+    left = (
+        FutureRecord(id="m:2", session="s", kind="optim_step"),
+        HeardRecord(id="s", session="s"),
+        WaitingRecord(id="m:2", session="s", model="m", tenant="t", kind="k", nbytes=1),
+    )
+    for record in left:
+        records.put(record)
+    router = make_router(records)
+    sweep(router, 0.0)
+    assert records.all(FutureRecord), "the router that ends it may be at it"
+    sweep(router, 0.0, SWEEP_S + 1)
+    assert not any(records.all(type(record)) for record in left)
+    assert records.all(SessionRecord)
+    assert records.all(ModelRecord)
     records.close()
 
 

@@ -277,6 +277,30 @@ def test_another_router_lets_go_of_an_ended_session_s_request(
     asyncio.run(main())
 
 
+def test_a_request_that_arrives_while_its_session_ends_at_another_router_is_not_kept(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        first, second = (Router(tmp_path, StubCluster()) for _ in range(2))
+        async with second.records.exclusive(MODEL):
+            held = asyncio.create_task(first.queue.accept(first.model, 1, step(1, arrays=BATCH)))
+            later = asyncio.create_task(first.queue.accept(first.model, 2, step(2, arrays=BATCH)))
+            await asyncio.sleep(0)
+            ended = second.records.find(SessionRecord, "s")
+            assert ended is not None
+            ended.is_finished = True
+            second.records.update(ended)
+            second.records.drop_all(FutureRecord, "s")
+        async with asyncio.timeout(60):
+            await asyncio.gather(held, later)
+        assert first.queue._held == {}
+        assert first.records.all(WaitingRecord) == []
+        await first.close()
+        await second.close()
+
+    asyncio.run(main())
+
+
 def test_batches_that_nothing_waits_for_are_deleted_after_a_while(tmp_path: Path) -> None:
     async def main() -> None:
         router = Router(tmp_path, StubCluster())

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
-from plexrl.errors import PlexRLError
+from plexrl.errors import NotFoundError
 from plexrl.router.tinker.messages.perfetto import Timeline, encode_trace
 from plexrl.router.tinker.records import (
     FutureRecord,
@@ -41,9 +41,12 @@ PAGE = 1000
 async def export(client: TinkerClient, session: str) -> dict[str, Any]:
     """Make the trace of a session, and say where it can be downloaded."""
     found = client.sessions.find(SessionRecord, session, client.caller)
-    timeline = await _timeline(client, found)
+    records = client.sessions.records
     name = f"{request_digest(found.tenant)}-{secrets.token_urlsafe(24)}{SUFFIX}"
-    await asyncio.to_thread(_write, client.sessions.records.folder / FOLDER, name, timeline)
+    # A trace is held in memory while it is made.
+    async with records.exclusive(f"traces of {found.tenant}"):
+        timeline = await _timeline(client, found)
+        await asyncio.to_thread(_write, records.folder / FOLDER, name, timeline)
     url = client.request.url
     scheme = client.request.headers.get("x-forwarded-proto", url.scheme)
     return {"status": "ready", "url": f"{scheme}://{url.netloc}{PREFIX}{name}"}
@@ -92,10 +95,8 @@ async def _rows(client: Client, query: str) -> "list[LoggedOperationView]":
         path = f"/v1/operations?{query}&after={after}&limit={PAGE}"
         try:
             page = await client.sessions.api.call(client.key, "GET", path)
-        except PlexRLError:
+        except NotFoundError:
             # The scheduler has forgotten the job.
-            if found:
-                raise
             return found
         found += page["operations"]
         if len(page["operations"]) < PAGE:
