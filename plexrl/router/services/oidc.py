@@ -174,6 +174,16 @@ class Provider:
             raise UnavailableError(f"the identity provider answers {reply.status_code}")
         return body
 
+    async def revoke(self, form: Mapping[str, str]) -> None:
+        """Revoke the token of a form, if the provider can. Raises `UnavailableError`."""
+        if "revocation_endpoint" not in await self.metadata():
+            return
+        url = await self.endpoint("revocation_endpoint")
+        try:
+            (await self.client.post(url, data=form)).raise_for_status()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnavailableError(f"the identity provider does not revoke: {error!r}") from error
+
     async def caller(self, token: str, *, nonce: str | None = None) -> tuple[Caller, float]:
         """Who an ID token names, and for how many seconds more it counts. `nonce`: the one of the
         login that it ends.

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 from urllib.parse import urlencode
 
-import httpx
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
@@ -157,12 +156,11 @@ async def logout(request: Request, services: Services, response: Response) -> Lo
     token = request.cookies.get(_name(services, REFRESH_COOKIE))
     try:
         metadata = await provider.metadata()
-        if token and "revocation_endpoint" in metadata:
+        if token:
             form = {"token": token, "token_type_hint": "refresh_token", **_client(services)}
-            endpoint = await provider.endpoint("revocation_endpoint")
-            (await provider.client.post(endpoint, data=form)).raise_for_status()
+            await provider.revoke(form)
         return {"url": str(metadata.get("end_session_endpoint", ""))}
-    except (UnavailableError, PermissionDeniedError, httpx.HTTPError, OSError) as error:
+    except (UnavailableError, PermissionDeniedError, OSError) as error:
         LOG.warning("the refresh token of a login that has ended was not revoked: %s", error)
         return {"url": ""}
 
