@@ -6,8 +6,11 @@ route what each role may do there.
 
 from enum import StrEnum
 from typing import Any, Final, NotRequired, TypedDict
+from urllib.parse import urlsplit
 
 from plexrl.ids import JobId, TenantId
+
+LOCAL_HOSTS: Final = ("127.0.0.1", "::1", "localhost")
 
 
 class AccessRole(StrEnum):
@@ -131,3 +134,13 @@ class Keys(TypedDict):
     """API keys of a tenant, oldest first."""
 
     keys: list[UsedKeyView]
+
+
+def is_confidential(url: str) -> bool:
+    """Whether nobody else reads what is sent to a URL: it is of HTTPS, or of this machine."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in LOCAL_HOSTS)

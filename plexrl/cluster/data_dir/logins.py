@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
+from plexrl.access import is_confidential
 from plexrl.errors import AuthenticationError, InvalidRequestError, UnavailableError
+from plexrl.process.folders.operator_key import write_private
 
 DEVICE_GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 EXPIRING_S = 30.0
 """A token that expires sooner is renewed first."""
 TIMEOUT_S = 30.0
-LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,7 @@ def store(login: Login) -> Path:
     """Keep a login. Returns its file."""
     file = _file(login.url)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump(asdict(login), stream)
-    part.rename(file)
+    write_private(file, json.dumps(asdict(login)))
     return file
 
 
@@ -226,12 +222,7 @@ def _metadata(provider: httpx.Client, issuer: str) -> dict[str, str]:
 
 def _check_url(url: str) -> None:
     """Refuse to send secrets over a network that others read. Raises `InvalidRequestError`."""
-    try:
-        parts = urlsplit(url)
-        is_safe = parts.scheme == "https" or parts.hostname in LOCAL_HOSTS
-    except ValueError:
-        is_safe = False
-    if not is_safe:
+    if not is_confidential(url):
         raise InvalidRequestError(f"{url} is no https URL: no secret is sent there")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -25,7 +25,7 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import JWKRegistry, KeySet
 
-from plexrl.access import AccessRole, roles_of
+from plexrl.access import AccessRole, is_confidential, roles_of
 from plexrl.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -44,7 +44,6 @@ TIMEOUT_S = 10.0
 USER_CHARACTERS = "".join(map(chr, range(ord("!"), ord("~") + 1))).replace("%", "")
 """What stands for itself in the name of a user; all else is percent-encoded."""
 USER_MAX = 200
-LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 OPERATOR = "operator"
 """The operator's tenant."""
 
@@ -102,18 +101,8 @@ def read_oidc(path: str) -> OidcConfig:
 
 def _check_url(url: str) -> None:
     """Refuse to send secrets over a network that others read. Raises `InvalidRequestError`."""
-    if not _is_safe(url):
+    if not is_confidential(url):
         raise InvalidRequestError(f"{url!r} is no https URL: users log in over HTTPS only")
-
-
-def _is_safe(url: str) -> bool:
-    """Whether nobody else reads what is sent to a URL."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname
-    except ValueError:
-        return False
-    return parts.scheme == "https" or (parts.scheme == "http" and host in LOCAL_HOSTS)
 
 
 class Provider:
@@ -156,7 +145,7 @@ class Provider:
         """The URL that the provider's description has under a name. Raises `UnavailableError`: it
         has none, or one to which secrets would go over a network that others read."""
         url = (await self.metadata()).get(name)
-        if not isinstance(url, str) or not _is_safe(url):
+        if not isinstance(url, str) or not is_confidential(url):
             raise UnavailableError(f"the identity provider's {name} is no https URL: {url!r}")
         return url
 
