@@ -20,6 +20,7 @@ from plexrl.scheduler.queries.overview.planned_jobs import (
     PlannedTenant,
     ProjectedJob,
 )
+from plexrl.scheduler.rules.limits import PRIORITY_MAX
 from plexrl.scheduler.state.messages.events import TenantConfigured
 from plexrl.sim.workload.counter_rng import stream, uniform
 from plexrl.sim.workload.cycles import CycleDistribution, CycleFactory, CycleSource, DrawnCycle
@@ -35,7 +36,6 @@ VIRTUAL_LAUNCH_S = 5.0
 MOVE_RATES = {"host_bytes_per_s": 5e9, "move_fixed_s": 0.05}
 """Of virtual GPUs, which are memory of the host."""
 SLO_MAX = 0.99
-PRIORITY_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

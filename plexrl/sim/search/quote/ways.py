@@ -6,12 +6,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from plexrl.scheduler.queries.overview.planned_jobs import ClusterPlan, ProjectedJob
+from plexrl.scheduler.rules.limits import PRIORITY_MAX
 from plexrl.sim.search.quote.simulated_future import FutureEnds
 
 if TYPE_CHECKING:
     from plexrl.scheduler.state.demand.trace import Segment
-
-CLASS_MIN = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,7 @@ def other_ways(plan: ClusterPlan, base: Sequence[FutureEnds]) -> list[Way]:
     if job.priority < _highest_class(plan):
         higher = replace(job, priority=job.priority + 1)
         ways.append(Way(way=f"in class {job.priority + 1}", job=higher))
-    if job.priority > CLASS_MIN:
+    if job.priority > -PRIORITY_MAX:
         ways.append(
             Way(way=f"in class {job.priority - 1}", job=replace(job, priority=job.priority - 1))
         )
@@ -82,5 +81,5 @@ def _ends(base: Sequence[FutureEnds]) -> list[float]:
 def _highest_class(plan: ClusterPlan) -> int:
     for tenant in plan.tenants:
         if tenant.tenant == plan.asked.tenant:
-            return 100 if tenant.is_operator else tenant.priority_max
+            return PRIORITY_MAX if tenant.is_operator else tenant.priority_max
     return 0
